@@ -14,7 +14,7 @@ The optional *accelerator* describes the insides that tiling needs: *cores* (DSP
 import dataclasses
 from typing import Final
 
-from ..errors import MachineError
+from ratrain_jax.errors import MachineError
 from .schema import check, check_number, choice, quantity
 
 LANES: Final = ("compute", "link", "memory", "host")

@@ -13,10 +13,11 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..errors import MachineError
+from ratrain_jax.errors import MachineError
 from .machine import Accelerator, Latencies, Link, Machine, Memory, Overlap
 from .schema import read
 
+_PACKAGE: Final = "ratrain_jax.kernels"
 _LISTS: Final = {"memories": Memory, "links": Link, "overlaps": Overlap}
 
 
@@ -27,7 +28,7 @@ def builtin_machines() -> tuple[str, ...]:
       >>> "mt3000" in builtin_machines()
       True
     """
-    files = importlib.resources.files(__package__).joinpath("data").iterdir()
+    files = importlib.resources.files(_PACKAGE).joinpath("data").iterdir()
     names = (file.name for file in files)
     return tuple(sorted(name[: -len(".toml")] for name in names if name.endswith(".toml")))
 
@@ -59,14 +60,14 @@ def load_machine(name_or_path: str | os.PathLike[str]) -> Machine:
     return parse_machine(source, text)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _builtin(name: str) -> Machine:
     if name not in builtin_machines():
         known = ", ".join(builtin_machines())
         raise MachineError(
             f"no built-in machine {name!r}; use one of {known}, or the path of a .toml file."
         )
-    file = importlib.resources.files(__package__).joinpath("data", f"{name}.toml")
+    file = importlib.resources.files(_PACKAGE).joinpath("data", f"{name}.toml")
     return parse_machine(file.read_text(encoding="utf-8"), f"{name}.toml")
 
 
@@ -106,9 +107,10 @@ def _machine(table: Mapping[str, Any]) -> Machine:
         ready["accelerator"] = _accelerator(table["accelerator"])
     if "assumed" in table:
         ready["assumed"] = _strings("assumed", table["assumed"])
-        for key in ready["assumed"]:
-            _check_present(table, key)
-    return read(Machine, table, "", **ready)
+    machine = read(Machine, table, "", **ready)
+    for key in machine.assumed:
+        _check_present(table, key)
+    return machine
 
 
 def _list_of(cls: type, key: str, tables: Any) -> tuple[Any, ...]:

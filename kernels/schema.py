@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..errors import MachineError
+from ratrain_jax.errors import MachineError
 
 T = TypeVar("T")
 _REQUIRED = dataclasses.MISSING
