@@ -1,0 +1,419 @@
+"""The program: what is printed, verified, simulated and run.
+
+Terms.
+    A **value** is one or more arrays that are born, moved and freed together (a layer's parameter shards, one boundary
+    array, the residuals of one layer for one microbatch). Every value has one home stage; a copy on another stage is
+    another value. Values are numbered, assigned once, and die once: by `Free`, or by donation to the op that reads them last.
+
+    An **op** names its stage, its layers and microbatch where they apply, the values that it reads, writes and donates.
+    Two orders hold: each stage has one list of ops; within a stage each *lane* (compute, link) runs its ops in list order,
+    and an op starts when the values it reads exist. An op between stages (a send, a borrow, a global reduction)
+    is the same op in the list of each stage that takes part.
+
+    A **unit** is the run of layers that one compute op covers, written as a half-open range of layer numbers. Forward and
+    Recover cover blocks; Backward covers blocks, or single layers where gradients are synchronised layer by layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+from jax import dtypes
+
+
+class Kind(enum.StrEnum):
+    """What a value is, which decides its line in the memory report."""
+
+    PARAMETERS = "parameters"  # shards of a layer's parameters, in the dtype of the user's state
+    OPTIMIZER = "optimizer"  # shards of every other state leaf that belongs to one layer
+    REPLICATED = "replicated"  # state leaves that belong to no layer (counters, schedules), one copy a stage
+    VIEW = "view"  # whole parameters in compute dtype
+    OPERAND = "operand"  # what the loss reads of the batch or closes over
+    BOUNDARY = "boundary"  # a value that crosses from one unit to another
+    RESIDUALS = "residuals"  # what Backward needs of Forward, one value a layer
+    COTANGENT = "cotangent"  # the gradient of a boundary value, summed over its later readers
+    ACCUMULATOR = "accumulator"  # whole gradients of a layer's parameters, summed over microbatches
+    GRADIENT = "gradient"  # shards of the gradient
+    PARTIALS = "partials"  # scalars of one layer that a global reduction reads
+    SCALARS = "scalars"  # what a global reduction gives
+    LOSS = "loss"  # the loss and auxiliary scalars, summed over microbatches
+    METRICS = "metrics"  # what the step returns beside the state
+
+
+class Lane(enum.StrEnum):
+    """Where an op runs; ops of one lane of a stage run in list order."""
+
+    COMPUTE = "compute"
+    LINK = "link"
+    NONE = "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayType:
+    """Shape and dtype of one array on one device.
+
+    Attributes:
+        shape: the shape on each device of the home group.
+        dtype: the name of the dtype; extended dtypes (typed keys) by their own name.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; a typed key counts as its raw words."""
+    if dtype.startswith("key<"):
+        return {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}.get(dtype, 16)
+    return np.dtype(getattr(dtypes, dtype, dtype)).itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One numbered value.
+
+    Attributes:
+        id: its number, which is also its place in `Program.values`.
+        kind: what it is.
+        name: which one: a layer's name, a boundary variable (`x3`), an operand's path.
+        arrays: the arrays it holds, on each device of its group.
+        stage: its home.
+        layer: the layer it belongs to, if to one.
+        microbatch: the microbatch it belongs to, if to one.
+        aliased: bytes of it that are the very buffers of another value (a view of an unsharded parameter).
+    """
+
+    id: int
+    kind: Kind
+    name: str
+    arrays: tuple[ArrayType, ...]
+    stage: int
+    layer: int | None = None
+    microbatch: int | None = None
+    aliased: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it adds on each device of its group."""
+        return sum(array.bytes for array in self.arrays) - self.aliased
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """What all ops have.
+
+    Attributes:
+        stage: the stage that runs it (the sender, for an op between stages).
+        reads: values it reads, in the order of its program's arguments.
+        writes: values it makes.
+        donates: those of `reads` whose life ends here; their buffers may be reused for `writes`.
+        waits: values that must exist before it starts, though it does not read them (an order edge).
+    """
+
+    stage: int
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    donates: tuple[int, ...] = ()
+    waits: tuple[int, ...] = ()
+
+    lane: ClassVar[Lane] = Lane.COMPUTE
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Every stage in whose list the op stands."""
+        return (self.stage,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prologue(Op):
+    """Computes from the whole batch what the loss reads of it (stage 0)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forward(Op):
+    """Runs a unit forward for one microbatch; writes boundary values and, unless recovered, residuals.
+
+    Attributes:
+        layers: the unit.
+        microbatch: which one.
+    """
+
+    layers: tuple[int, int] = (0, 0)
+    microbatch: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recover(Op):
+    """Runs a unit's forward program again to make its residuals.
+
+    Attributes:
+        layers: the unit.
+        microbatch: which one.
+    """
+
+    layers: tuple[int, int] = (0, 0)
+    microbatch: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backward(Op):
+    """Runs a unit backward for one microbatch; adds into the accumulators, or writes the microbatch's gradients (ZeRO-2).
+
+    Attributes:
+        layers: the unit.
+        microbatch: which one.
+    """
+
+    layers: tuple[int, int] = (0, 0)
+    microbatch: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ZeroGradient(Op):
+    """Makes a layer's zero accumulator (the sharded one with ZeRO-2).
+
+    Attributes:
+        layer: whose.
+    """
+
+    layer: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Send(Op):
+    """Copies one value to another stage's group, rank to rank.
+
+    Attributes:
+        target: the receiving stage.
+        microbatch: which one; None for what is sent once a step.
+    """
+
+    target: int = 0
+    microbatch: int | None = None
+    lane: ClassVar[Lane] = Lane.LINK
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return (self.stage, self.target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendActivation(Send):
+    """Sends a boundary value, or an operand that the prologue made, to a stage that reads it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendGradient(Send):
+    """Sends a cotangent back towards its producer, or a borrower's share of a tied gradient to its owner."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Borrow(Op):
+    """Gathers on the borrower's group a view of parameters that another stage owns.
+
+    Attributes:
+        layer: the owning layer.
+        target: the borrowing stage.
+    """
+
+    layer: int = 0
+    target: int = 0
+    lane: ClassVar[Lane] = Lane.LINK
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return (self.stage, self.target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradSync(Op):
+    """Reduce-scatters a layer's gradients over the group.
+
+    Attributes:
+        layer: whose.
+        microbatch: None for once a step (ZeRO-1) or for the sum of tied shares (ZeRO-2); else the microbatch whose
+            gradient is reduced and added into the sharded accumulator.
+    """
+
+    layer: int = 0
+    microbatch: int | None = None
+    lane: ClassVar[Lane] = Lane.LINK
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GlobalReduce(Op):
+    """Gathers partial scalars of all layers (and the loss) and evaluates the user's own equations on them, on each stage.
+
+    Attributes:
+        phase: which reduction of the step; updates of the same phase wait for it.
+        group: the stages that give or take something.
+    """
+
+    phase: int = 1
+    group: tuple[int, ...] = ()
+    lane: ClassVar[Lane] = Lane.LINK
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return self.group
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateShard(Op):
+    """Updates one layer's shards, or a stage's replicated state.
+
+    Attributes:
+        layer: whose; None for the stage's replicated state.
+        phase: how many global reductions it waits for.
+    """
+
+    layer: int | None = None
+    phase: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefetchView(Op):
+    """All-gathers a layer's view from its parameter shards.
+
+    Attributes:
+        layer: whose.
+    """
+
+    layer: int = 0
+    lane: ClassVar[Lane] = Lane.LINK
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metrics(Op):
+    """Computes what the step returns beside the state."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Free(Op):
+    """Ends one value's life; the value is its only read."""
+
+    lane: ClassVar[Lane] = Lane.NONE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerInfo:
+    """What a program knows of a layer.
+
+    Attributes:
+        name: a parameter path.
+        stage: where it runs.
+        block: number of its block within the stage.
+        parameters: names of the parameters it owns.
+        borrows: (owning layer, parameter names) of each layer whose parameters it reads.
+        inputs: boundary variables that it reads from other layers.
+        outputs: boundary variables that it makes.
+        operands: numbers of the loss operands that it reads.
+        flops: floating-point operations of its forward for one microbatch.
+        seconds: roofline seconds of its forward and backward for one microbatch, on the machine that cut the layers.
+        recovered: whether its residuals are made by Recover.
+        fingerprint: of its forward and backward code; equal layers have equal fingerprints.
+    """
+
+    name: str
+    stage: int
+    block: int
+    parameters: tuple[str, ...]
+    borrows: tuple[tuple[int, tuple[str, ...]], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    operands: tuple[int, ...]
+    flops: int
+    seconds: float
+    recovered: bool
+    fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """The choices that a program was made with.
+
+    Attributes:
+        stages: P, pipeline stages.
+        data_parallel: D, devices of each stage.
+        microbatches: m.
+        schedule: `gpipe`, `1f1b` or `ratrain`.
+        zero: 1 or 2.
+        recovery: `none`, `backward`, `forward` or `auto`.
+        layerwise_state: sync a layer as soon as its gradient is final.
+        update_prefetch: queue update and gather behind the sync.
+        window_layers: layers whose state tasks may be in flight at once on a stage.
+        window_bytes: bytes of their gradient shards and new views; None for no bound.
+        window_microbatches: microbatches whose residuals may be recovered ahead of their Backward.
+        memory_limit: bytes a device, one a stage; empty for no limit.
+    """
+
+    stages: int
+    data_parallel: int
+    microbatches: int
+    schedule: str = "ratrain"
+    zero: int = 1
+    recovery: str = "auto"
+    layerwise_state: bool = True
+    update_prefetch: bool = True
+    window_layers: int = 2
+    window_bytes: int | None = None
+    window_microbatches: int = 1
+    memory_limit: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A whole step of all stages.
+
+    Attributes:
+        settings: the choices it was made with.
+        layers: every layer, in order of first use.
+        values: every value; `values[i].id == i`.
+        order: one list of ops a stage.
+        inputs: values that exist when the step starts.
+        outputs: values that are handed back; alive when the step ends.
+        fingerprint: of the code that its ops name.
+    """
+
+    settings: Settings
+    layers: tuple[LayerInfo, ...]
+    values: tuple[Value, ...]
+    order: tuple[tuple[Op, ...], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    fingerprint: str = ""
+
+    def ops(self) -> Iterator[Op]:
+        """Every op once, stage by stage (an op between stages with its `stage`)."""
+        for stage, ops in enumerate(self.order):
+            yield from (op for op in ops if op.stages[0] == stage)
+
+
+OP_TYPES: dict[str, type[Op]] = {
+    cls.__name__: cls
+    for cls in (
+        Prologue,
+        Forward,
+        Recover,
+        Backward,
+        ZeroGradient,
+        SendActivation,
+        SendGradient,
+        Borrow,
+        GradSync,
+        GlobalReduce,
+        UpdateShard,
+        PrefetchView,
+        Metrics,
+        Free,
+    )
+}

@@ -1,0 +1,71 @@
+"""Whatever differs between the versions of JAX that are taken (0.10 to 0.12), in one place.
+
+Everything here is built on public names (`jax.extend.core`, `jax.interpreters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+_DEBUG_INFO = jex.DebugInfo("ratrain", "slice", None, None)
+
+CALL_PRIMITIVES: dict[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+"""Primitives that only call one jaxpr, and the parameter that holds it."""
+
+CHECKPOINT_PRIMITIVES = frozenset({"remat", "remat2", "checkpoint"})
+
+
+def closed(
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[Any],
+    constvars: Sequence[Any] = (),
+    consts: Sequence[Any] = (),
+) -> jex.ClosedJaxpr:
+    """Builds a closed jaxpr from equations."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    jaxpr = jex.Jaxpr(
+        list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=_DEBUG_INFO
+    )
+    return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def as_closed(jaxpr: Any) -> jex.ClosedJaxpr:
+    """A jaxpr found in an equation's parameters, closed: 0.10 and 0.12 differ in which kind stands where."""
+    consts = getattr(jaxpr, "consts", None)
+    if consts is not None and hasattr(jaxpr, "jaxpr"):
+        return jaxpr
+    return jex.ClosedJaxpr(jaxpr, [])
+
+
+def called_jaxpr(eqn: Any) -> jex.ClosedJaxpr | None:
+    """The jaxpr that a plain call runs, or None if the equation is no plain call."""
+    key = CALL_PRIMITIVES.get(eqn.primitive.name)
+    if key is None or key not in eqn.params:
+        return None
+    return as_closed(eqn.params[key])
+
+
+def sub_jaxprs(eqn: Any) -> Iterator[tuple[str, jex.ClosedJaxpr]]:
+    """The jaxprs in an equation's parameters, each with the parameter's name."""
+    for key in sorted(eqn.params):
+        param = eqn.params[key]
+        for item in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
+                yield key, as_closed(item)
+
+
+def new_var(aval: Any) -> jex.Var:
+    """A fresh variable."""
+    return jex.Var(aval)

@@ -1,0 +1,53 @@
+"""The one hierarchy of errors that a user of RATrain can meet.
+
+Every message says what is wrong, where, and what to do about it. This module imports nothing of the
+project, so that every folder may raise from it.
+"""
+
+
+class RATrainError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class StepError(RATrainError, ValueError):
+    """The train step is not of a form that can be lowered."""
+
+
+class UnsupportedError(StepError):
+    """The train step uses a construct that is refused by name."""
+
+
+class OptionError(RATrainError, ValueError):
+    """An argument of a public function is out of range or contradicts another."""
+
+
+class BatchError(RATrainError, ValueError):
+    """The batch cannot be cut into data-parallel ranks and microbatches."""
+
+
+class LayoutError(RATrainError, ValueError):
+    """The layers, stages, boundaries or devices asked for do not fit each other."""
+
+
+class MemoryLimitError(RATrainError):
+    """No choice of recovery brings a stage under its memory limit."""
+
+
+class StateError(RATrainError, ValueError):
+    """A state handed to a compiled step is not the state it was compiled for."""
+
+
+class ProgramError(RATrainError, ValueError):
+    """A program is malformed or wrong."""
+
+
+class VerificationError(ProgramError):
+    """A program breaks a rule of the lifecycle: order, life, completeness or memory."""
+
+
+class ProgramFormatError(ProgramError):
+    """A text or JSON form of a program cannot be read back."""
+
+
+class MachineError(RATrainError, ValueError):
+    """A machine description, or a tile plan for one, is malformed or does not fit."""
