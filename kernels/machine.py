@@ -15,6 +15,7 @@ import dataclasses
 from typing import Final
 
 from ratrain_jax.errors import MachineError
+
 from .schema import check, check_number, choice, quantity
 
 LANES: Final = ("compute", "link", "memory", "host")
@@ -121,6 +122,7 @@ class Accelerator:
     """The insides of a device that tiling needs.
 
     Attributes:
+      latencies: Instruction latencies.
       cores: DSPs of a device.
       clock: Cycles a second.
       fma_units: Vector multiply-add units of a core.
@@ -134,9 +136,9 @@ class Accelerator:
       dma_start_cycles: Cycles to start a transfer and see its end, paid once a transfer.
       dma_modes: Kinds of transfer that the DMA engine knows.
       accumulator: "fp32", "fp16", or "promote" (FP16 inside one K block, FP32 between blocks).
-      latencies: Instruction latencies.
     """
 
+    latencies: Latencies
     cores: int = quantity("cores", 1, 1e6, whole=True)
     clock: float = quantity("Hz", 1e6, 1e11)
     fma_units: int = quantity("units", 1, 64, whole=True)
@@ -146,7 +148,6 @@ class Accelerator:
     scalar_load_bytes: int = quantity("bytes/cycle", 1, 4096, whole=True)
     vector_load_bytes: int = quantity("bytes/cycle", 8, 65536, whole=True)
     dma_start_cycles: int = quantity("cycles", 0, 1e7, whole=True)
-    latencies: Latencies = dataclasses.field()
     wide_rate: float = quantity("a share", 0.01, 1, default=0.5)
     dma_modes: tuple[str, ...] = ("point", "broadcast")
     accumulator: str = choice(ACCUMULATORS, default="fp32")
@@ -266,7 +267,7 @@ class Machine:
             if overlap.lanes == (first, second):
                 return overlap.slowdown
             if overlap.lanes == (second, first):
-                return overlap.slowdown[::-1]
+                return overlap.slowdown[1], overlap.slowdown[0]
         return None
 
     def roofline_seconds(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ratrain_jax.errors import MachineError
+
 from .machine import Accelerator, Latencies, Link, Machine, Memory, Overlap
 from .schema import read
 
