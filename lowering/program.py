@@ -12,6 +12,31 @@ Terms.
 
     A **unit** is the run of layers that one compute op covers, written as a half-open range of layer numbers. Forward and
     Recover cover blocks; Backward covers blocks, or single layers where gradients are synchronised layer by layer.
+
+What each op reads and writes, in this order (the calling convention of its code).
+    Prologue            its inputs -> operands on stage 0
+    Forward, Recover    views of the layers whose parameters the unit reads (owned or borrowed, ascending), operands
+                        (ascending), boundary inputs (ascending) -> boundary outputs that a later unit reads, loss and aux
+                        scalars (ascending by variable), residuals of each layer of the unit. A recovered unit's Forward
+                        has its residuals freed at once; a Recover has the outputs freed that no next Recover reads.
+    Backward            views, operands and boundary inputs that its layers' backward needs; residuals of each layer;
+                        cotangents from later units of its outputs *and of its inputs* (ascending by variable);
+                        accumulators of the layers it adds to (owned or borrowed, ascending; donated)
+                        -> cotangents of its differentiable inputs, accumulators. A variable read by several units has its
+                        cotangent handed from the last reader to the first, each adding its own share, then to the producer.
+                        With ZeRO-2: no accumulators are read; the microbatch's whole gradients are written.
+    ZeroGradient        -> accumulator (ZeRO-1), gradient shard (ZeRO-2)
+    SendActivation/Gradient  one value -> its copy on the target
+    GradSync            ZeRO-1: accumulator, shares of borrowers in stage order (donated) -> gradient.
+                        ZeRO-2: microbatch's gradient, gradient shard (donated) -> gradient shard; once more for a
+                        tied layer, with no microbatch: gradient shard, shares -> gradient
+    UpdateShard         gradient, parameters, optimizer, replicated, scalars of each phase up to its own
+                        -> partials (if a later reduction needs them); in its last phase it donates gradient, parameters and
+                        optimizer and writes the new parameters and optimizer.
+                        For a stage's replicated state (no layer): replicated, scalars -> replicated
+    GlobalReduce        partials by layer, then loss and aux values by microbatch -> scalars, one value a receiving stage
+    PrefetchView, Borrow  parameters -> view
+    Metrics             scalars, then replicated, operands, loss values -> metrics
 """
 
 from __future__ import annotations
@@ -317,6 +342,9 @@ class LayerInfo:
         inputs: boundary variables that it reads from other layers.
         outputs: boundary variables that it makes.
         operands: numbers of the loss operands that it reads.
+        backward_inputs: those of `inputs` whose value its backward needs.
+        backward_operands: those of `operands` that its backward needs.
+        update_phase: how many global reductions its update waits for; its last UpdateShard has this phase.
         flops: floating-point operations of its forward for one microbatch.
         seconds: roofline seconds of its forward and backward for one microbatch, on the machine that cut the layers.
         recovered: whether its residuals are made by Recover.
@@ -331,10 +359,66 @@ class LayerInfo:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     operands: tuple[int, ...]
+    backward_inputs: tuple[int, ...]
+    backward_operands: tuple[int, ...]
+    update_phase: int
     flops: int
     seconds: float
     recovered: bool
     fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variable:
+    """One value of the loss that is made in one layer and read in others, or is a result of the loss.
+
+    Attributes:
+        array: its type for one microbatch.
+        producer: the layer that makes it.
+        readers: the layers that read it, ascending.
+        differentiable: whether gradients flow back through it.
+        role: `boundary`, `loss` (the loss) or `aux` (an auxiliary result).
+    """
+
+    array: ArrayType
+    producer: int
+    readers: tuple[int, ...]
+    differentiable: bool
+    role: str = "boundary"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperandInfo:
+    """What the loss reads beside parameters.
+
+    Attributes:
+        name: its path in the step's arguments, or the computation that made it.
+        array: its type on one device for the whole step: (m, rows, ...) if split, else its own shape.
+        split: whether each microbatch reads its own rows.
+        prologue: whether the prologue computes it (on stage 0), rather than the caller handing it in.
+    """
+
+    name: str
+    array: ArrayType
+    split: bool
+    prologue: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduction:
+    """One global reduction of the update.
+
+    Attributes:
+        phase: its number, from 1.
+        layers: layers that give partial scalars.
+        loss: whether it reads the loss and auxiliary scalars of all microbatches.
+        stages: stages that receive its scalars.
+    """
+
+    phase: int
+    layers: tuple[int, ...]
+    loss: bool
+    stages: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -377,6 +461,9 @@ class Program:
     Attributes:
         settings: the choices it was made with.
         layers: every layer, in order of first use.
+        variables: what layers pass to each other.
+        operands: what they read beside parameters.
+        reductions: the update's global reductions, in order; the last may serve the metrics alone.
         values: every value; `values[i].id == i`.
         order: one list of ops a stage.
         inputs: values that exist when the step starts.
@@ -386,6 +473,9 @@ class Program:
 
     settings: Settings
     layers: tuple[LayerInfo, ...]
+    variables: tuple[Variable, ...]
+    operands: tuple[OperandInfo, ...]
+    reductions: tuple[Reduction, ...]
     values: tuple[Value, ...]
     order: tuple[tuple[Op, ...], ...]
     inputs: tuple[int, ...]
