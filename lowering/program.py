@@ -56,7 +56,9 @@ class Kind(enum.StrEnum):
 
     PARAMETERS = "parameters"  # shards of a layer's parameters, in the dtype of the user's state
     OPTIMIZER = "optimizer"  # shards of every other state leaf that belongs to one layer
-    REPLICATED = "replicated"  # state leaves that belong to no layer (counters, schedules), one copy a stage
+    REPLICATED = (
+        "replicated"  # state leaves that belong to no layer (counters, schedules), one copy a stage
+    )
     VIEW = "view"  # whole parameters in compute dtype
     OPERAND = "operand"  # what the loss reads of the batch or closes over
     BOUNDARY = "boundary"  # a value that crosses from one unit to another

@@ -1,0 +1,243 @@
+"""Cuts a traced train step into prologue, loss and update.
+
+Terms.
+    The **loss region** is the one equation that `value_and_grad` leaves in the trace: the loss captured whole, with what it
+    closes over. The **prologue** is what the region's inputs depend on; the **update** is everything that is left.
+    A **parameter** is an input that the loss is differentiated by; an **operand** is any other input of the loss. An
+    operand is *split* if its axis 0 scales with the batch: each microbatch then reads its own rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+
+from ratrain_jax import compat
+from ratrain_jax.errors import BatchError, StepError, UnsupportedError
+from ratrain_jax.lowering.graph import Graph, Var, as_function, inline, is_var, needed
+
+loss_region_p = jex.Primitive("ratrain_value_and_grad")
+loss_region_p.multiple_results = True
+
+
+def _evaluate(*args: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...]) -> list[Any]:
+    def call(params: Sequence[Any]) -> tuple[Any, list[Any]]:
+        full = list(args)
+        for index, param in zip(diff, params, strict=True):
+            full[index] = param
+        value, *aux = as_function(loss)(*full)
+        return value, aux
+
+    (value, aux), grads = jax.value_and_grad(call, has_aux=True)([args[i] for i in diff])
+    return [value, *aux, *grads]
+
+
+def _types(*avals: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...]) -> list[Any]:
+    return [*loss.out_avals, *(avals[i] for i in diff)]
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    dense = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), tuple(dense))
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+    results = jax.vmap(lambda *args: _evaluate(*args, **params), in_axes=tuple(dims))(*args)
+    return results, [0] * len(results)
+
+
+loss_region_p.def_impl(_evaluate)
+loss_region_p.def_abstract_eval(_types)
+mlir.register_lowering(loss_region_p, mlir.lower_fun(_evaluate, multiple_results=True))
+ad.primitive_jvps[loss_region_p] = _jvp
+batching.primitive_batchers[loss_region_p] = _batch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
+    """One input of the loss that is not differentiated.
+
+    Attributes:
+        name: its path in the step's arguments, or the computation that made it.
+        split: whether each microbatch reads its own rows of axis 0.
+        argument: the flat number of the step's argument that it is, or None if the prologue computes it.
+        aval: its type in the whole step.
+    """
+
+    name: str
+    split: bool
+    argument: int | None
+    aval: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Regions:
+    """A step in three parts.
+
+    Attributes:
+        step: the whole step at the size of the global batch; its inputs are the state's leaves, then the batch's.
+        states: how many of its inputs are leaves of the state.
+        loss: the loss at the size of a microbatch; its inputs are the parameters, then the operands.
+        params: the step's variable behind each parameter.
+        operands: what the loss reads beside.
+        sources: the step's variable behind each operand.
+        results: the step's variables that take the loss and the auxiliary values.
+        grads: the step's variables that take the gradients, one a parameter.
+        rest: the equations of the update.
+    """
+
+    step: Graph
+    states: int
+    loss: Graph
+    params: tuple[Var, ...]
+    operands: tuple[Operand, ...]
+    sources: tuple[Any, ...]
+    results: tuple[Var, ...]
+    grads: tuple[Var, ...]
+    rest: tuple[Any, ...]
+
+
+_HOW_MANY = (
+    "the step must call ratrain_jax.value_and_grad (or ratrain_jax.grad) exactly once, but {count}."
+    " {remedy}"
+)
+
+
+def find_loss(graph: Graph) -> Any:
+    """The one loss region of a step.
+
+    Raises:
+        StepError: there is none, or more than one.
+        UnsupportedError: it stands inside a loop, a branch or a mapped function.
+    """
+    found = [eqn for eqn in graph.eqns if eqn.primitive is loss_region_p]
+    for eqn in graph.eqns:
+        if _hides_loss(eqn):
+            raise UnsupportedError(
+                f"ratrain_jax.value_and_grad is called inside a `{eqn.primitive.name}`."
+                " Remove your own accumulation loop, branch or map around it: microbatches are made for you."
+            )
+    if not found:
+        remedy = "Replace `jax.value_and_grad(loss_fn)` by `rt.value_and_grad(loss_fn)`."
+        raise StepError(_HOW_MANY.format(count="does not call it", remedy=remedy))
+    if len(found) > 1:
+        remedy = "Join the losses into one function and differentiate their sum."
+        raise StepError(_HOW_MANY.format(count=f"calls it {len(found)} times", remedy=remedy))
+    return found[0]
+
+
+def _hides_loss(eqn: Any) -> bool:
+    for _, closed in compat.sub_jaxprs(eqn):
+        if eqn.primitive is loss_region_p:
+            continue
+        for inner in closed.jaxpr.eqns:
+            if inner.primitive is loss_region_p or _hides_loss(inner):
+                return True
+    return False
+
+
+def split_step(
+    whole: jex.ClosedJaxpr,
+    small: jex.ClosedJaxpr,
+    *,
+    states: int,
+    names: Sequence[str],
+    parts: int,
+) -> Regions:
+    """Cuts a step that was traced twice.
+
+    Args:
+        whole: the step, traced with the global batch.
+        small: the same step, traced with a microbatch on one rank.
+        states: how many of the flat inputs are leaves of the state.
+        names: the path of each flat input.
+        parts: data-parallel ranks × microbatches.
+
+    Raises:
+        StepError: no loss region, or several.
+        UnsupportedError: a value that scales with the batch in a way that is not taken.
+    """
+    step, micro = inline(whole), inline(small)
+    region, small_region = find_loss(step), find_loss(micro)
+    diff = region.params["diff"]
+    loss = inline(small_region.params["loss"])
+    inputs = range(len(region.invars))
+    chosen = [i for i in inputs if i not in set(diff)]
+    argument = {var: i for i, var in enumerate(step.invars)}
+    operands = tuple(
+        _operand(region, small_region, i, step, argument, names, parts) for i in chosen
+    )
+    # The order of the loss's own inputs follows: parameters first.
+    loss = dataclasses.replace(loss, invars=tuple(loss.invars[i] for i in [*diff, *chosen]))
+    results = len(region.outvars) - len(diff)
+    made = {var for eqn in _prologue_eqns(step, region) for var in eqn.outvars}
+    rest = tuple(eqn for eqn in step.eqns if eqn is not region and not made.issuperset(eqn.outvars))
+    return Regions(
+        step=step,
+        states=states,
+        loss=loss,
+        params=tuple(region.invars[i] for i in diff),
+        operands=operands,
+        sources=tuple(region.invars[i] for i in chosen),
+        results=tuple(region.outvars[:results]),
+        grads=tuple(region.outvars[results:]),
+        rest=rest,
+    )
+
+
+def _prologue_eqns(step: Graph, region: Any) -> list[Any]:
+    return needed(step.eqns, region.invars, step.invars)[0]
+
+
+def _operand(
+    region: Any,
+    small_region: Any,
+    index: int,
+    step: Graph,
+    argument: dict[Var, int],
+    names: Sequence[str],
+    parts: int,
+) -> Operand:
+    atom, small = region.invars[index], small_region.invars[index]
+    number = argument.get(atom) if is_var(atom) else None
+    name = names[number] if number is not None else _origin(step, atom)
+    large_shape, small_shape = tuple(atom.aval.shape), tuple(small.aval.shape)
+    if large_shape == small_shape:
+        return Operand(name, False, number, atom.aval)
+    scaled = (small_shape[0] * parts, *small_shape[1:]) if small_shape else ()
+    if large_shape != scaled:
+        raise UnsupportedError(
+            f"the loss reads {name}, of shape {large_shape} with the whole batch and {small_shape} with one"
+            " microbatch. Only axis 0 may grow with the batch: move the batch axis to the front."
+        )
+    return Operand(name, True, number, atom.aval)
+
+
+def _origin(step: Graph, atom: Any) -> str:
+    if not is_var(atom):
+        return "a constant"
+    for eqn in step.eqns:
+        if atom in eqn.outvars:
+            return f"the result of `{eqn.primitive.name}`"
+    return "an array that the step closes over"
+
+
+def rows_per_microbatch(batch: int, data_parallel: int, microbatches: int) -> int:
+    """Rows of axis 0 that one rank reads for one microbatch.
+
+    Raises:
+        BatchError: the batch does not divide.
+    """
+    parts = data_parallel * microbatches
+    if batch % parts or not batch:
+        nearest = max(parts, round(batch / parts) * parts)
+        raise BatchError(
+            f"a batch of {batch} does not divide into data_parallel={data_parallel} ×"
+            f" microbatches={microbatches} = {parts} parts. The nearest batch that does is {nearest}."
+        )
+    return batch // parts

@@ -1,0 +1,111 @@
+"""`value_and_grad` and `grad`: JAX's own, except that a compiled train step finds the loss through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from ratrain_jax import compat
+from ratrain_jax.lowering.regions import loss_region_p
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """A drop-in for `jax.value_and_grad`; the one line to change in a train step.
+
+    In a step decorated with `train_step` the loss is captured whole and runs as a pipeline. Anywhere else it
+    is `jax.value_and_grad`. In a compiled step the loss is taken to be a mean over the batch's examples.
+
+    Args:
+        fun: the loss; returns a scalar, or `(scalar, aux)` with `has_aux`.
+        argnums: the argument, or arguments, to differentiate by.
+        has_aux: whether `fun` returns auxiliary values too.
+
+    Returns:
+        A function with the arguments of `fun` that returns `(value, gradients)`.
+
+    Raises:
+        TypeError: as `jax.value_and_grad` does: the loss is no real scalar, or an argument not differentiable.
+
+    Example:
+        >>> import ratrain_jax as rt
+        >>> value, grad = rt.value_and_grad(lambda x: x * x)(3.0)
+        >>> float(value), float(grad)
+        (9.0, 6.0)
+    """
+    plain = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        wanted = [args[n] for n in numbers]
+        leaves, tree = jax.tree.flatten(wanted)
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return plain(*args, **kwargs)
+        # JAX's own checks of the loss and its arguments, with JAX's own messages.
+        (_, grads_shape) = jax.eval_shape(
+            lambda chosen: plain(*_with(args, numbers, chosen), **kwargs), wanted
+        )
+
+        def flat_loss(*flat: Any) -> Any:
+            out = fun(*_with(args, numbers, tree.unflatten(flat)), **kwargs)
+            return out if has_aux else (out, ())
+
+        closed, shape = jax.make_jaxpr(flat_loss, return_shape=True)(*leaves)
+        if closed.effects:
+            return plain(*args, **kwargs)
+        aux_tree = jax.tree.structure(shape[1])
+        hoisted = compat.closed(
+            [*closed.jaxpr.constvars, *closed.jaxpr.invars], closed.jaxpr.outvars, closed.jaxpr.eqns
+        )
+        count = len(closed.consts)
+        results = loss_region_p.bind(
+            *closed.consts, *leaves, loss=hoisted, diff=tuple(range(count, count + len(leaves)))
+        )
+        value, aux = results[0], aux_tree.unflatten(results[1 : 1 + aux_tree.num_leaves])
+        grads = jax.tree.structure(grads_shape).unflatten(results[1 + aux_tree.num_leaves :])
+        return ((value, aux) if has_aux else value), grads
+
+    return wrapped
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """A drop-in for `jax.grad`, as `value_and_grad` is one for `jax.value_and_grad`.
+
+    Args:
+        fun: the loss.
+        argnums: the argument, or arguments, to differentiate by.
+        has_aux: whether `fun` returns auxiliary values too.
+
+    Returns:
+        A function that returns the gradients, or `(gradients, aux)`.
+
+    Example:
+        >>> import ratrain_jax as rt
+        >>> float(rt.grad(lambda x: x * x)(3.0))
+        6.0
+    """
+    both = value_and_grad(fun, argnums, has_aux)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def _with(args: Sequence[Any], numbers: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
+    """The arguments with the differentiated ones replaced."""
+    full = list(args)
+    for number, value in zip(numbers, chosen, strict=True):
+        full[number] = value
+    return full
