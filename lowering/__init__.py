@@ -1,0 +1,1 @@
+"""From a traced train step to a verified program of lifecycle ops."""

@@ -1,0 +1,45 @@
+"""RATrain for JAX: a train step in, an inspectable pipeline program out.
+
+The public names are loaded when they are first used (PEP 562). Importing this package, or a folder
+below it such as `ratrain_jax.kernels`, therefore loads nothing from the layers above that folder.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ratrain_jax import errors as errors
+    from ratrain_jax.losses import grad as grad
+    from ratrain_jax.losses import value_and_grad as value_and_grad
+    from ratrain_jax.lowering.marks import layer as layer
+    from ratrain_jax.options import Window as Window
+    from ratrain_jax.train import train_step as train_step
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it; a new name is a line here and one above. A submodule is
+# its own home. Any other name must differ from every submodule of this package: importing such a
+# submodule would put the module in the name's place.
+_HOMES = {
+    "Window": "ratrain_jax.options",
+    "errors": "ratrain_jax.errors",
+    "grad": "ratrain_jax.losses",
+    "layer": "ratrain_jax.lowering.marks",
+    "train_step": "ratrain_jax.train",
+    "value_and_grad": "ratrain_jax.losses",
+}
+
+__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(_HOMES[name])
+    value = home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)
+    globals()[name] = value  # the next access finds it without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
