@@ -1,0 +1,32 @@
+"""Gives every test four CPU devices. Loaded by pytest before any test module, hence before JAX."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+DEVICES = 4
+END_TO_END = Path(__file__).parent / "e2e"
+
+if "jax" in sys.modules:
+    raise pytest.UsageError("JAX was imported before tests/conftest.py could set its CPU devices.")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            *os.environ.get("XLA_FLAGS", "").split(),
+            f"--xla_force_host_platform_device_count={DEVICES}",
+        ]
+    )
+
+# Compiling takes as long as it takes, and CI should fail on what a change broke, not on chance.
+settings.register_profile("ratrain", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("ratrain")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if END_TO_END in item.path.parents:
+            item.add_marker("e2e")
