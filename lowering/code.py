@@ -1,0 +1,191 @@
+"""All that a program's ops refer to: layers, their code, where they run, and what each unit reads and writes.
+
+A `StepCode` depends on the step, the split, data parallelism, microbatches and the ZeRO stage alone. Every schedule, switch
+and recovery of a step runs the same `StepCode`, which is why they agree to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from ratrain_jax.lowering.autodiff import LayerCode
+from ratrain_jax.lowering.layers import LayeredLoss
+from ratrain_jax.lowering.regions import Regions
+from ratrain_jax.lowering.update import UpdatePlan
+
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """What a run of layers reads and writes (see the calling convention in `ratrain_jax.lowering.program`).
+
+    Attributes:
+        stage: where it runs.
+        layers: the run, half-open.
+        views: layers whose parameters it reads.
+        operands: operands it reads.
+        inputs: variables from outside its block.
+        outputs: variables read outside its block, and the loss's results; for a forward unit.
+        cotangents_in: variables whose cotangent comes from later units.
+        cotangents_out: differentiable variables from outside the unit.
+        accumulators: layers whose parameters it has gradients for.
+    """
+
+    stage: int
+    layers: Range
+    views: tuple[int, ...]
+    operands: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+    cotangents_in: tuple[int, ...] = ()
+    cotangents_out: tuple[int, ...] = ()
+    accumulators: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCode:
+    """The code of a step.
+
+    Attributes:
+        regions: the step in three parts.
+        layered: its loss in layers.
+        codes: the programs of each layer.
+        stage_of: stage of each layer.
+        block_of: block of each layer, within its stage.
+        update: its update, by layer.
+        paths: name of each parameter.
+        master: types of the parameters in the user's state.
+        view_dtypes: compute dtype of each parameter.
+        shard_axes: the axis along which each state leaf is sharded, by leaf number, or None.
+        data_parallel: D.
+        microbatches: m.
+        zero: 1 or 2.
+    """
+
+    regions: Regions
+    layered: LayeredLoss
+    codes: tuple[LayerCode, ...]
+    stage_of: tuple[int, ...]
+    block_of: tuple[int, ...]
+    update: UpdatePlan
+    paths: tuple[str, ...]
+    master: tuple[Any, ...]
+    view_dtypes: tuple[Any, ...]
+    shard_axes: dict[int, int | None]
+    data_parallel: int
+    microbatches: int
+    zero: int
+
+    @property
+    def stages(self) -> int:
+        return max(self.stage_of) + 1
+
+    @functools.cached_property
+    def owner(self) -> tuple[int, ...]:
+        """The layer that owns each parameter."""
+        owners = {p: n for n, layer in enumerate(self.layered.layers) for p in layer.owned}
+        return tuple(owners[p] for p in range(len(self.paths)))
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Range, ...]:
+        """Every block, in order."""
+        keys = list(zip(self.stage_of, self.block_of, strict=True))
+        starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+        return tuple(zip(starts, [*starts[1:], len(keys)], strict=True))
+
+    def block(self, layer: int) -> Range:
+        """The block that holds a layer."""
+        return next(b for b in self.blocks if b[0] <= layer < b[1])
+
+    def layers_of(self, stage: int) -> list[int]:
+        return [i for i, s in enumerate(self.stage_of) if s == stage]
+
+    def stage_blocks(self, stage: int) -> list[Range]:
+        return [b for b in self.blocks if self.stage_of[b[0]] == stage]
+
+    def backward_ranges(self, stage: int, microbatch: int) -> list[Range]:
+        """The backward units of a stage, in forward order: layers where gradients are synchronised, else blocks."""
+        last = microbatch == self.microbatches - 1
+        if self.data_parallel > 1 and (last or self.zero == 2):
+            return [(n, n + 1) for n in self.layers_of(stage)]
+        return self.stage_blocks(stage)
+
+    @functools.cached_property
+    def bundles(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The parameters of (stage, owning layer): all that the layer owns at home, those borrowed elsewhere."""
+        found: dict[tuple[int, int], set[int]] = {}
+        for n, layer in enumerate(self.layered.layers):
+            if layer.owned:
+                found.setdefault((self.stage_of[n], n), set()).update(layer.owned)
+            for p in layer.reads:
+                found.setdefault((self.stage_of[n], self.owner[p]), set()).add(p)
+        return {key: tuple(sorted(params)) for key, params in sorted(found.items())}
+
+    def borrowers(self, layer: int) -> list[int]:
+        """Stages, other than its own, that read parameters of a layer."""
+        return [s for (s, owner) in self.bundles if owner == layer and s != self.stage_of[layer]]
+
+    def forward_unit(self, layers: Range) -> Unit:
+        """What a block reads and writes going forward."""
+        variables = self.layered.variables
+        inside = range(*layers)
+        members = [self.layered.layers[n] for n in inside]
+        made = {v for layer in members for v in layer.outputs}
+        outputs = sorted(
+            v
+            for v in made
+            if variables[v].role != "boundary" or any(r not in inside for r in variables[v].readers)
+        )
+        return Unit(
+            stage=self.stage_of[layers[0]],
+            layers=layers,
+            views=_sorted(self.owner[p] for layer in members for p in layer.reads),
+            operands=_sorted(o for layer in members for o in layer.operands),
+            inputs=_sorted(v for layer in members for v in layer.inputs if v not in made),
+            outputs=tuple(outputs),
+        )
+
+    def backward_unit(self, layers: Range) -> Unit:
+        """What a run of layers within one block reads and writes going backward."""
+        variables = self.layered.variables
+        inside = range(*layers)
+        block = range(*self.block(layers[0]))
+        members = [self.layered.layers[n] for n in inside]
+        codes = [self.codes[n] for n in inside]
+        touched = _sorted(v for layer in members for v in (*layer.inputs, *layer.outputs))
+        moving = [v for v in touched if variables[v].differentiable]
+        return Unit(
+            stage=self.stage_of[layers[0]],
+            layers=layers,
+            views=_sorted(self.owner[p] for code in codes for p in code.backward_reads),
+            operands=_sorted(o for code in codes for o in code.backward_operands),
+            inputs=_sorted(
+                v
+                for code in codes
+                for v in code.backward_inputs
+                if variables[v].producer not in block
+            ),
+            cotangents_in=tuple(
+                v for v in moving if any(r >= layers[1] for r in variables[v].readers)
+            ),
+            cotangents_out=tuple(
+                v
+                for v in moving
+                if variables[v].producer < layers[0]
+                and any(r in inside for r in variables[v].readers)
+            ),
+            accumulators=_sorted(self.owner[p] for layer in members for p in layer.reads),
+        )
+
+    def inner_inputs(self, layer: int) -> tuple[int, ...]:
+        """Variables made in a layer's own block that its backward needs: kept among its residuals."""
+        block = range(*self.block(layer))
+        variables = self.layered.variables
+        return tuple(v for v in self.codes[layer].backward_inputs if variables[v].producer in block)
+
+
+def _sorted(numbers: Any) -> tuple[int, ...]:
+    return tuple(sorted(set(numbers)))
