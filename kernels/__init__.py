@@ -1,11 +1,17 @@
 """The machine and its kernels: memory hierarchy, tiling, GEMM and attention with their cost."""
 
-from .machine import Accelerator as Accelerator
-from .machine import Latencies as Latencies
-from .machine import Link as Link
-from .machine import Machine as Machine
-from .machine import Memory as Memory
-from .machine import Overlap as Overlap
-from .machine_file import builtin_machines as builtin_machines
-from .machine_file import load_machine as load_machine
-from .machine_file import parse_machine as parse_machine
+from ratrain_jax.kernels.cost import KernelCost as KernelCost
+from ratrain_jax.kernels.cost import cost_gemm as cost_gemm
+from ratrain_jax.kernels.gemm_plan import plan_gemm as plan_gemm
+from ratrain_jax.kernels.machine import Accelerator as Accelerator
+from ratrain_jax.kernels.machine import Latencies as Latencies
+from ratrain_jax.kernels.machine import Link as Link
+from ratrain_jax.kernels.machine import Machine as Machine
+from ratrain_jax.kernels.machine import Memory as Memory
+from ratrain_jax.kernels.machine import Overlap as Overlap
+from ratrain_jax.kernels.machine_file import builtin_machines as builtin_machines
+from ratrain_jax.kernels.machine_file import load_machine as load_machine
+from ratrain_jax.kernels.machine_file import parse_machine as parse_machine
+from ratrain_jax.kernels.tiles import Gemm as Gemm
+from ratrain_jax.kernels.tiles import TilePlan as TilePlan
+from ratrain_jax.kernels.tiles import check_plan as check_plan

@@ -15,8 +15,7 @@ import dataclasses
 from typing import Final
 
 from ratrain_jax.errors import MachineError
-
-from .schema import check, check_number, choice, quantity
+from ratrain_jax.kernels.schema import check, check_number, choice, quantity
 
 LANES: Final = ("compute", "link", "memory", "host")
 ACCUMULATORS: Final = ("fp32", "fp16", "promote")

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ratrain_jax.errors import MachineError
-
-from .machine import Accelerator, Latencies, Link, Machine, Memory, Overlap
-from .schema import read
+from ratrain_jax.kernels.machine import Accelerator, Latencies, Link, Machine, Memory, Overlap
+from ratrain_jax.kernels.schema import read
 
 _PACKAGE: Final = "ratrain_jax.kernels"
 _LISTS: Final = {"memories": Memory, "links": Link, "overlaps": Overlap}

@@ -118,7 +118,7 @@ def test_unknown_names_and_files_are_refused() -> None:
 
 
 def test_machines_made_in_code_are_checked_too() -> None:
-    with pytest.raises(MachineError, match="memories.X.bytes"):
+    with pytest.raises(MachineError, match=r"memories\.X\.bytes"):
         Memory("X", 0)
     with pytest.raises(MachineError, match="float32"):
         Machine("m", (Memory("D", 10),), (("float16", 1e12),), (Link("l", 1e9, 0.0),), 10)
