@@ -1,0 +1,93 @@
+"""Hypothesis strategies for programs of any content, right or wrong, that the forms must carry."""
+
+import dataclasses
+import typing
+
+from hypothesis import strategies as st
+
+from ratrain_jax.lowering.program import (
+    OP_TYPES,
+    ArrayType,
+    Kind,
+    LayerInfo,
+    Op,
+    OperandInfo,
+    Program,
+    Reduction,
+    Settings,
+    Value,
+    Variable,
+)
+
+_counts = st.integers(-1, 1 << 70)
+_small = st.integers(-1, 40)
+_names = st.text(max_size=6) | st.sampled_from(
+    [
+        "params/Dense_0",
+        "batch['inputs']",
+        "a b",
+        "x(",
+        "->",
+        "none",
+        "",
+        "#",
+        'a"b',
+        "\n",
+        "é",
+        "L0",
+    ]
+)
+_dtypes = st.sampled_from(
+    ["float32", "bfloat16", "bool", "int8", "float8_e4m3fn", "key<fry>", "int4"]
+)
+
+_scalars = {int: _counts, str: _names, bool: st.booleans(), float: st.floats(0, 1e9)}
+
+
+def _hinted(hint):
+    """A strategy for a field's type."""
+    arguments = typing.get_args(hint)
+    if hint in _scalars:
+        return _scalars[hint]
+    if hint is ArrayType:
+        return st.builds(ArrayType, st.lists(_small, max_size=3).map(tuple), _dtypes)
+    if hint is Kind:
+        return st.sampled_from(Kind)
+    if not arguments:
+        return records(hint)
+    if type(None) in arguments:
+        return st.none() | _hinted(arguments[0])
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return st.lists(_hinted(arguments[0]), max_size=3).map(tuple)
+    return st.tuples(*map(_hinted, arguments))
+
+
+def records(cls):
+    """A strategy for a dataclass with any content in each field."""
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: _hinted(hints[field.name]) for field in dataclasses.fields(cls)}
+    return st.builds(cls, **fields)
+
+
+ops = st.one_of([records(op) for op in OP_TYPES.values()])
+
+
+def _lists(strategy, size=3):
+    return st.lists(strategy, max_size=size).map(tuple)
+
+
+programs = st.builds(
+    Program,
+    records(Settings),
+    _lists(records(LayerInfo)),
+    _lists(records(Variable)),
+    _lists(records(OperandInfo)),
+    _lists(records(Reduction)),
+    _lists(records(Value), 5),
+    _lists(_lists(ops, 5)),
+    _lists(_small, 40),
+    _lists(_small, 40),
+    _names,
+)
+
+__all__ = ["Op", "ops", "programs", "records"]
