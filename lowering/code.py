@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
+from jax.extend import core as jex
+
 from ratrain_jax.lowering.autodiff import LayerCode
+from ratrain_jax.lowering.graph import fingerprint
 from ratrain_jax.lowering.layers import LayeredLoss
+from ratrain_jax.lowering.program import ArrayType
 from ratrain_jax.lowering.regions import Regions
+from ratrain_jax.lowering.shards import shard_axis
 from ratrain_jax.lowering.update import UpdatePlan
 
 Range = tuple[int, int]
@@ -59,10 +66,12 @@ class StepCode:
         paths: name of each parameter.
         master: types of the parameters in the user's state.
         view_dtypes: compute dtype of each parameter.
-        shard_axes: the axis along which each state leaf is sharded, by leaf number, or None.
         data_parallel: D.
         microbatches: m.
         zero: 1 or 2.
+        prologue: what the loss reads and the prologue computes: [replicated, batch leaves it reads] -> operands.
+        prologue_operands: the operands that it makes.
+        prologue_arguments: the step's flat inputs, leaves of the batch, that it reads.
     """
 
     regions: Regions
@@ -74,10 +83,61 @@ class StepCode:
     paths: tuple[str, ...]
     master: tuple[Any, ...]
     view_dtypes: tuple[Any, ...]
-    shard_axes: dict[int, int | None]
     data_parallel: int
     microbatches: int
     zero: int
+    prologue: jex.ClosedJaxpr
+    prologue_operands: tuple[int, ...]
+    prologue_arguments: tuple[int, ...]
+
+    def axis(self, shape: Sequence[int]) -> int | None:
+        """The axis along which an array of a layer's state is cut over the group."""
+        return shard_axis(shape, self.data_parallel)
+
+    @functools.cached_property
+    def shard_axes(self) -> dict[int, int | None]:
+        """The axis along which each state leaf is cut: none for those that belong to no layer."""
+        invars = self.regions.step.invars
+        axes: dict[int, int | None] = {leaf: None for leaf in self.update.replicated}
+        for layer in self.update.layers:
+            for leaf in (*layer.parameters, *layer.optimizer):
+                axes[leaf] = self.axis(invars[leaf].aval.shape)
+        return axes
+
+    def operand_type(self, number: int) -> ArrayType:
+        """An operand's type on one device: all its microbatches, if it is split."""
+        operand = self.regions.operands[number]
+        shape = tuple(operand.aval.shape)
+        if operand.split:
+            rows = shape[0] // (self.microbatches * self.data_parallel)
+            shape = (self.microbatches, rows, *shape[1:])
+        return ArrayType(shape, str(operand.aval.dtype))
+
+    @functools.cached_property
+    def metrics_stage(self) -> int:
+        """The stage that makes the loss, and so the metrics."""
+        producers = [v.producer for v in self.layered.variables if v.role == "loss"]
+        return self.stage_of[producers[0]]
+
+    @functools.cached_property
+    def loss_variables(self) -> tuple[int, ...]:
+        """The loss and the auxiliary results, in the order in which the loss returns them."""
+        return self.layered.results
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of all code that a program's ops name."""
+        digest = hashlib.sha256()
+        for code in self.codes:
+            digest.update(code.fingerprint.encode())
+        for update in self.update.layers:
+            digest.update(fingerprint(*update.phases).encode())
+        rest = [r.program for r in self.update.reductions]
+        rest += [self.update.replicated_program, self.update.metrics, self.prologue]
+        digest.update(fingerprint(*rest).encode())
+        where = (self.stage_of, self.block_of, self.data_parallel, self.microbatches, self.zero)
+        digest.update(repr(where).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def stages(self) -> int:

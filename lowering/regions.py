@@ -21,11 +21,13 @@ from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, StepError, UnsupportedError
 from ratrain_jax.lowering.graph import Graph, Var, as_function, inline, is_var, needed
 
+Paths = tuple[tuple[str, ...], ...]
+
 loss_region_p = jex.Primitive("ratrain_value_and_grad")
 loss_region_p.multiple_results = True
 
 
-def _evaluate(*args: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...]) -> list[Any]:
+def _evaluate(*args: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Paths) -> list[Any]:
     def call(params: Sequence[Any]) -> tuple[Any, list[Any]]:
         full = list(args)
         for index, param in zip(diff, params, strict=True):
@@ -37,7 +39,7 @@ def _evaluate(*args: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...]) -> list[
     return [value, *aux, *grads]
 
 
-def _types(*avals: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...]) -> list[Any]:
+def _types(*avals: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Paths) -> list[Any]:
     return [*loss.out_avals, *(avals[i] for i in diff)]
 
 
@@ -65,7 +67,7 @@ class Operand:
     Attributes:
         name: its path in the step's arguments, or the computation that made it.
         split: whether each microbatch reads its own rows of axis 0.
-        argument: the flat number of the step's argument that it is, or None if the prologue computes it.
+        argument: the flat number of the leaf of the batch that it is, or None if the prologue computes it.
         aval: its type in the whole step.
     """
 
@@ -84,6 +86,7 @@ class Regions:
         states: how many of its inputs are leaves of the state.
         loss: the loss at the size of a microbatch; its inputs are the parameters, then the operands.
         params: the step's variable behind each parameter.
+        paths: the path of each parameter in what the loss is differentiated by.
         operands: what the loss reads beside.
         sources: the step's variable behind each operand.
         results: the step's variables that take the loss and the auxiliary values.
@@ -95,6 +98,7 @@ class Regions:
     states: int
     loss: Graph
     params: tuple[Var, ...]
+    paths: Paths
     operands: tuple[Operand, ...]
     sources: tuple[Any, ...]
     results: tuple[Var, ...]
@@ -168,7 +172,7 @@ def split_step(
     loss = inline(small_region.params["loss"])
     inputs = range(len(region.invars))
     chosen = [i for i in inputs if i not in set(diff)]
-    argument = {var: i for i, var in enumerate(step.invars)}
+    argument = {var: i for i, var in enumerate(step.invars) if i >= states}
     operands = tuple(
         _operand(region, small_region, i, step, argument, names, parts) for i in chosen
     )
@@ -182,6 +186,7 @@ def split_step(
         states=states,
         loss=loss,
         params=tuple(region.invars[i] for i in diff),
+        paths=region.params["paths"],
         operands=operands,
         sources=tuple(region.invars[i] for i in chosen),
         results=tuple(region.outvars[:results]),

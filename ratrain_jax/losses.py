@@ -65,7 +65,9 @@ def value_and_grad(
         )
         count = len(closed.consts)
         results = loss_region_p.bind(
-            *closed.consts, *leaves, loss=hoisted, diff=tuple(range(count, count + len(leaves)))
+            *closed.consts, *leaves, loss=hoisted,
+            paths=_paths(wanted[0] if isinstance(argnums, int) else wanted),
+            diff=tuple(range(count, count + len(leaves))),
         )
         value, aux = results[0], aux_tree.unflatten(results[1 : 1 + aux_tree.num_leaves])
         grads = jax.tree.structure(grads_shape).unflatten(results[1 + aux_tree.num_leaves :])
@@ -109,3 +111,11 @@ def _with(args: Sequence[Any], numbers: Sequence[int], chosen: Sequence[Any]) ->
     for number, value in zip(numbers, chosen, strict=True):
         full[number] = value
     return full
+
+
+def _paths(tree: Any) -> tuple[tuple[str, ...], ...]:
+    """The path of each leaf, key by key."""
+    return tuple(
+        tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    )

@@ -1,0 +1,307 @@
+"""Adds what surrounds the compute ops: entry, gradient synchronisation, update, prefetch, reductions and results."""
+
+from __future__ import annotations
+
+from ratrain_jax.lowering.program import (
+    Borrow,
+    GlobalReduce,
+    GradSync,
+    Kind,
+    Metrics,
+    PrefetchView,
+    Prologue,
+    SendActivation,
+    SendGradient,
+    UpdateShard,
+)
+from ratrain_jax.lowering.sheet import COMPUTE, GATHER, RESULT, SYNC, TRANSFER, UPDATE, Sheet
+
+
+class StateTasks:
+    """Adds the life of a step's state around its compute ops.
+
+    Attributes:
+        sheet: the growing program.
+        gradients: the final gradient shard of each layer.
+        partials: what each layer gives to each reduction, by (layer, reduction).
+        scalars: what each reduction gives, by (reduction, stage).
+        arguments: batch leaves, by (leaf, stage).
+    """
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.sheet = sheet
+        self.code = sheet.code
+        self.gradients: dict[int, int] = {}
+        self.partials: dict[tuple[int, int], int] = {}
+        self.scalars: dict[tuple[int, int], int] = {}
+        self.arguments: dict[tuple[int, int], int] = {}
+        self.syncs: dict[int, list[int]] = {}
+
+    @property
+    def stateful(self) -> list[int]:
+        """Layers that own parameters."""
+        return [n for n, layer in enumerate(self.code.layered.layers) if layer.owned]
+
+    def enter(self) -> None:
+        """What exists when the step starts, the views, and the operands."""
+        sheet, values = self.sheet, self.sheet.values
+        for stage in range(self.code.stages):
+            if self.code.update.replicated:
+                sheet.replicated[stage] = self._input(values.replicated(stage))
+        for n in self.stateful:
+            parameters = self._input(values.parameters(n))
+            optimizer = self._input(values.optimizer(n))
+            sheet.state[n] = (parameters, optimizer)
+        for n in self.stateful:
+            if sheet.settings.update_prefetch:
+                for stage in self._homes(n):
+                    sheet.views[stage, n] = self._input(values.view(n, stage))
+            else:
+                self._gather(n, sheet.state[n][0], sheet.views, opens=False)
+        self._operands()
+
+    def _input(self, value: int) -> int:
+        self.sheet.inputs.append(value)
+        return value
+
+    def _homes(self, layer: int) -> list[int]:
+        """The stages that hold a view of a layer: its own first."""
+        return [self.code.stage_of[layer], *self.code.borrowers(layer)]
+
+    def _gather(
+        self, layer: int, parameters: int, table: dict[tuple[int, int], int], opens: bool
+    ) -> None:
+        """Views of a layer from its shards, on its own stage and on the borrowers'."""
+        sheet = self.sheet
+        home = self.code.stage_of[layer]
+        chain = (home, layer)
+        for stage in self._homes(layer):
+            view = sheet.values.view(layer, stage)
+            table[stage, layer] = view
+            seconds = sheet.durations.collective(sheet.bytes(view))
+            closes = chain if opens and stage == home else None
+            if stage == home:
+                op = PrefetchView(home, (parameters,), (view,), layer=layer)
+            else:
+                op = Borrow(home, (parameters,), (view,), layer=layer, target=stage)
+                seconds += sheet.durations.send(sheet.bytes(parameters))
+            sheet.add(op, seconds, (GATHER, layer), closes=closes)
+
+    def _operands(self) -> None:
+        """Operands of the loss where they are read: handed in, or made by the prologue and sent."""
+        sheet, code = self.sheet, self.code
+        readers: dict[int, set[int]] = {}
+        for n, layer in enumerate(code.layered.layers):
+            for o in layer.operands:
+                readers.setdefault(o, set()).add(code.stage_of[n])
+        computed = set(code.prologue_operands)
+        for o, stages in sorted(readers.items()):
+            if o not in computed:
+                for stage in sorted(stages):
+                    sheet.operands[o, stage] = self._input(self._operand(o, stage))
+        if not computed:
+            return
+        made = [self._operand(o, 0) for o in code.prologue_operands]
+        reads = [sheet.replicated[0]] if 0 in sheet.replicated else []
+        reads += [self._argument(leaf, 0) for leaf in code.prologue_arguments]
+        seconds = sheet.durations.sweep(sum(sheet.bytes(v) for v in made))
+        sheet.add(Prologue(0, tuple(reads), tuple(made)), seconds, (COMPUTE,))
+        for o, value in zip(code.prologue_operands, made, strict=True):
+            sheet.operands[o, 0] = value
+            for stage in sorted(readers.get(o, set()) - {0}):
+                copy = sheet.values.copy(value, stage)
+                sheet.operands[o, stage] = copy
+                op = SendActivation(0, (value,), (copy,), target=stage)
+                sheet.add(op, sheet.durations.send(sheet.bytes(copy)), (TRANSFER, -1))
+
+    def _operand(self, number: int, stage: int) -> int:
+        operand = self.code.regions.operands[number]
+        arrays = [self.code.operand_type(number)]
+        return self.sheet.values.new(Kind.OPERAND, operand.name, arrays, stage)
+
+    def _argument(self, leaf: int, stage: int) -> int:
+        if (leaf, stage) not in self.arguments:
+            self.arguments[leaf, stage] = self._input(self.sheet.values.argument(leaf, stage))
+        return self.arguments[leaf, stage]
+
+    def leave(self) -> None:
+        """Everything from the gradients on."""
+        for n in self.stateful:
+            self._sync(n)
+        for phase in range(len(self.sheet.reductions) + 1):
+            if phase > 0:
+                self._reduce(phase)
+            for n in self.stateful:
+                if phase <= self.code.update.layers[n].phase:
+                    self._update(n, phase)
+        self._replicated()
+        self._metrics()
+
+    def _sync(self, layer: int) -> None:
+        """Makes a layer's gradient final: over microbatches, over borrowers, over the group."""
+        if self.code.zero == 1:
+            self._sync_whole(layer)
+        else:
+            self._sync_each(layer)
+
+    def _gate(self, stage: int, microbatch: int) -> tuple[int, ...]:
+        """What a sync waits for beside its gradient: the stage's last backward, if it may not overlap."""
+        if self.sheet.settings.layerwise_state:
+            return ()
+        return (self.sheet.last_backward[stage, microbatch],)
+
+    def _chain(self, layer: int) -> tuple[int, int] | None:
+        """The layer's chain in its stage's window, where its update follows its sync at once."""
+        if not self.sheet.settings.update_prefetch or self.code.update.layers[layer].phase:
+            return None
+        return (self.code.stage_of[layer], layer)
+
+    def _sync_whole(self, layer: int) -> None:
+        sheet, home = self.sheet, self.code.stage_of[layer]
+        own = sheet.accumulators[home, layer]
+        shares = [self._share(layer, s) for s in self.code.borrowers(layer)]
+        gradient = sheet.values.gradient(layer, home)
+        op = GradSync(home, (own, *shares), (gradient,), (own, *shares), layer=layer)
+        seconds = sheet.durations.collective(sheet.bytes(own))
+        gate = self._gate(home, self.code.microbatches - 1)
+        self._add_sync(op, seconds, gate, gradient, layer)
+
+    def _share(self, layer: int, borrower: int) -> int:
+        """Brings a borrower's share of a tied gradient to the owner."""
+        sheet, home = self.sheet, self.code.stage_of[layer]
+        share = sheet.accumulators[borrower, layer]
+        copy = sheet.values.copy(share, home)
+        op = SendGradient(borrower, (share,), (copy,), target=home)
+        seconds = sheet.durations.send(sheet.bytes(share))
+        gate = self._gate(borrower, self.code.microbatches - 1)
+        sheet.add(op, seconds, (SYNC, -layer), after=gate)
+        return copy
+
+    def _sync_each(self, layer: int) -> None:
+        sheet, home = self.sheet, self.code.stage_of[layer]
+        borrowers = self.code.borrowers(layer)
+        last = self.code.microbatches - 1
+        for stage in (home, *borrowers):
+            for i in range(self.code.microbatches):
+                whole = sheet.microbatch_gradients[stage, layer, i]
+                before = sheet.accumulators[stage, layer]
+                after = sheet.values.gradient(layer, stage)
+                sheet.accumulators[stage, layer] = after
+                op = GradSync(
+                    stage, (whole, before), (after,), (whole, before), layer=layer, microbatch=i
+                )
+                seconds = sheet.durations.collective(sheet.bytes(whole))
+                gate = self._gate(stage, i)
+                if stage == home and i == last and not borrowers:
+                    self._add_sync(op, seconds, gate, after, layer)
+                else:
+                    sheet.add(op, seconds, (SYNC, i, -layer), after=gate)
+        if borrowers:
+            own = sheet.accumulators[home, layer]
+            shares = [self._share(layer, s) for s in borrowers]
+            gradient = sheet.values.gradient(layer, home)
+            op = GradSync(home, (own, *shares), (gradient,), (own, *shares), layer=layer)
+            self._add_sync(op, sheet.durations.sweep(sheet.bytes(own)), (), gradient, layer)
+
+    def _add_sync(
+        self, op: GradSync, seconds: float, gate: tuple[int, ...], gradient: int, layer: int
+    ) -> None:
+        """The sync that makes a layer's gradient final."""
+        sheet = self.sheet
+        held = sheet.bytes(gradient) + sheet.bytes(sheet.views[op.stage, layer])
+        rank = (SYNC, self.code.microbatches, -layer)
+        task = sheet.add(op, seconds, rank, gate, opens=self._chain(layer), held=held)
+        self.gradients[layer] = gradient
+        self.syncs.setdefault(op.stage, []).append(task)
+
+    def _update(self, layer: int, phase: int) -> None:
+        """One phase of a layer's update; the last is followed by the views of the next step."""
+        sheet, stage = self.sheet, self.code.stage_of[layer]
+        update = self.code.update.layers[layer]
+        final = phase == update.phase
+        partials = self._partials(layer, phase)
+        if not final and not partials:
+            return
+        parameters, optimizer = sheet.state[layer]
+        own = (self.gradients[layer], parameters, optimizer)
+        reads = [*own]
+        if stage in sheet.replicated:
+            reads.append(sheet.replicated[stage])
+        reads += [self.scalars[k, stage] for k in range(1, phase + 1)]
+        writes = [*partials]
+        if final:
+            new = (sheet.values.parameters(layer), sheet.values.optimizer(layer))
+            extra = [sheet.values.layer_outputs(layer)] if update.outputs else []
+            writes += [*new, *extra]
+            sheet.outputs += [*new, *extra]
+        op = UpdateShard(
+            stage, tuple(reads), tuple(writes), own if final else (), layer=layer, phase=phase
+        )
+        after = () if sheet.settings.update_prefetch else tuple(self.syncs[stage])
+        seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
+        chain = self._window_of_update(layer, final)
+        sheet.add(op, seconds, (UPDATE, phase, layer), after, opens=chain)
+        if final and sheet.settings.update_prefetch:
+            views: dict[tuple[int, int], int] = {}
+            self._gather(layer, new[0], views, opens=True)
+            sheet.outputs += views.values()
+
+    def _window_of_update(self, layer: int, final: bool) -> tuple[int, int] | None:
+        """A chain that had to wait for a reduction opens with its update."""
+        late = self.sheet.settings.update_prefetch and self.code.update.layers[layer].phase > 0
+        return (self.code.stage_of[layer], layer) if late and final else None
+
+    def _partials(self, layer: int, phase: int) -> list[int]:
+        if not self.code.update.layers[layer].partials[phase]:
+            return []
+        value = self.sheet.values.partials(layer, phase)
+        self.partials[layer, phase + 1] = value
+        return [value]
+
+    def _reduce(self, phase: int) -> None:
+        """One global reduction."""
+        sheet, code = self.sheet, self.code
+        info = sheet.reductions[phase - 1]
+        reads = [self.partials[n, phase] for n in info.layers]
+        givers = {code.stage_of[n] for n in info.layers}
+        if info.loss:
+            for i in range(code.microbatches):
+                reads += [sheet.losses[i, v] for v in code.loss_variables]
+            givers |= {
+                code.stage_of[code.layered.variables[v].producer] for v in code.loss_variables
+            }
+        for stage in info.stages:
+            self.scalars[phase, stage] = sheet.values.scalars(phase, stage)
+            if stage in sheet.replicated:
+                reads.append(sheet.replicated[stage])
+            batch = code.update.reductions[phase - 1].batch
+            reads += [self._argument(leaf, stage) for leaf in batch]
+            reads += [self.scalars[k, stage] for k in range(1, phase)]
+        writes = tuple(self.scalars[phase, stage] for stage in info.stages)
+        group = tuple(sorted(givers | set(info.stages)))
+        op = GlobalReduce(group[0], tuple(reads), writes, phase=phase, group=group)
+        rounds = max(1, (len(group) - 1).bit_length())
+        sheet.add(op, rounds * sheet.durations.send(0), (SYNC, phase))
+
+    def _replicated(self) -> None:
+        """The new replicated state of each stage."""
+        sheet, phase = self.sheet, self.code.update.replicated_phase
+        for stage, old in sheet.replicated.items():
+            new = sheet.values.replicated(stage)
+            sheet.outputs.append(new)
+            reads = (old, *(self.scalars[k, stage] for k in range(1, phase + 1)))
+            op = UpdateShard(stage, reads, (new,), phase=phase)
+            sheet.add(op, 0.0, (RESULT, 0))
+
+    def _metrics(self) -> None:
+        """What the step returns beside the state."""
+        sheet, code = self.sheet, self.code
+        if not code.update.metrics_outputs:
+            return
+        stage = code.metrics_stage
+        reads = [self.scalars[k, stage] for k in range(1, len(sheet.reductions) + 1)]
+        reads += [sheet.replicated[stage]] if stage in sheet.replicated else []
+        reads += [self._argument(leaf, stage) for leaf in code.update.metrics_batch]
+        value = sheet.values.metrics(stage)
+        sheet.outputs.append(value)
+        sheet.add(Metrics(stage, tuple(reads), (value,)), 0.0, (RESULT, 1))

@@ -1,0 +1,135 @@
+"""The passes in a row: a traced step in, a verified program out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from ratrain_jax.errors import UnsupportedError
+from ratrain_jax.kernels import Machine
+from ratrain_jax.lowering.autodiff import differentiate
+from ratrain_jax.lowering.blocks import group_blocks
+from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.graph import cut, needed
+from ratrain_jax.lowering.layers import find_layers
+from ratrain_jax.lowering.precision import hoist_casts
+from ratrain_jax.lowering.program import Program, Settings
+from ratrain_jax.lowering.recovery import program_within_limit
+from ratrain_jax.lowering.regions import Regions, split_step
+from ratrain_jax.lowering.stages import split_stages
+from ratrain_jax.lowering.update import UpdatePlan, split_update
+from ratrain_jax.lowering.verify import verify
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trace:
+    """A step, traced.
+
+    Attributes:
+        whole: with the global batch.
+        small: with one rank's microbatch.
+        names: the path of each flat input.
+        states: how many of the inputs are leaves of the state.
+        state_out: the flat output that is each state leaf's new value, or None.
+        metrics_out: the other outputs.
+    """
+
+    whole: jex.ClosedJaxpr
+    small: jex.ClosedJaxpr
+    names: tuple[str, ...]
+    states: int
+    state_out: tuple[int | None, ...]
+    metrics_out: tuple[int, ...]
+
+
+def lower_step(
+    trace: Trace, settings: Settings, machine: Machine, boundaries: Sequence[str] | None = None
+) -> tuple[StepCode, Program]:
+    """Lowers a traced step.
+
+    Args:
+        trace: the step.
+        settings: stages, schedule and switches.
+        machine: what costs are counted for.
+        boundaries: the first layer of each stage but stage 0; chosen unless given.
+
+    Raises:
+        StepError, LayoutError, MemoryLimitError: see each pass.
+        VerificationError: the program made is wrong; a fault of this package.
+    """
+    code = compile_code(trace, settings, machine, boundaries)
+    program = program_within_limit(code, settings, machine)
+    verify(program)
+    return code, program
+
+
+def compile_code(
+    trace: Trace, settings: Settings, machine: Machine, boundaries: Sequence[str] | None = None
+) -> StepCode:
+    """All passes that come before ops and their order."""
+    parts = settings.data_parallel * settings.microbatches
+    regions = split_step(
+        trace.whole, trace.small, states=trace.states, names=trace.names, parts=parts
+    )
+    loss, view_dtypes = hoist_casts(regions.loss, len(regions.params))
+    layered = find_layers(
+        loss,
+        regions.paths,
+        operands=len(regions.operands),
+        stages=settings.stages,
+        machine=machine,
+    )
+    stage_of = split_stages(layered, settings.stages, machine=machine, boundaries=boundaries)
+    codes = tuple(differentiate(layer, layered.variables) for layer in layered.layers)
+    owners = {p: n for n, layer in enumerate(layered.layers) for p in layer.owned}
+    update = split_update(
+        regions,
+        owner=[owners[p] for p in range(len(regions.params))],
+        layers=len(layered.layers),
+        state_out=trace.state_out,
+        metrics_out=trace.metrics_out,
+        names=trace.names,
+    )
+    prologue, computed, arguments = _prologue(regions, update, trace.names)
+    return StepCode(
+        regions=regions,
+        layered=layered,
+        codes=codes,
+        stage_of=stage_of,
+        block_of=group_blocks(stage_of, [c.fingerprint for c in codes]),
+        update=update,
+        paths=tuple("/".join(path) for path in regions.paths),
+        master=tuple(var.aval for var in regions.params),
+        view_dtypes=view_dtypes,
+        data_parallel=settings.data_parallel,
+        microbatches=settings.microbatches,
+        zero=settings.zero,
+        prologue=prologue,
+        prologue_operands=computed,
+        prologue_arguments=arguments,
+    )
+
+
+def _prologue(
+    regions: Regions, update: UpdatePlan, names: Sequence[str]
+) -> tuple[jex.ClosedJaxpr, tuple[int, ...], tuple[int, ...]]:
+    """What computes the operands that are no plain leaf of the batch: its code, what it makes, the leaves it reads."""
+    computed = tuple(i for i, operand in enumerate(regions.operands) if operand.argument is None)
+    wanted = [regions.sources[i] for i in computed]
+    step = regions.step
+    _, free = needed(step.eqns, wanted, step.invars)
+    number: dict[Any, int] = {var: i for i, var in enumerate(step.invars)}
+    read = sorted(number[var] for var in free if var in number)
+    arguments = tuple(i for i in read if i >= regions.states)
+    replicated = set(update.replicated)
+    for leaf in read:
+        if leaf < regions.states and leaf not in replicated:
+            raise UnsupportedError(
+                f"the loss reads {names[leaf]} beside being differentiated by it, or what is made from it"
+                " before the loss. Pass it to the loss through the differentiated argument only."
+            )
+    invars = [step.invars[i] for i in (*update.replicated, *arguments)]
+    return cut(step, invars, wanted), computed, arguments

@@ -1,0 +1,110 @@
+"""Chooses which blocks recover their activations, under the memory limit of each stage.
+
+A stage recovers a prefix of its blocks: their backwards come last, so their residuals would live longest, and one
+checkpoint serves them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ratrain_jax.errors import MemoryLimitError
+from ratrain_jax.kernels import Machine
+from ratrain_jax.lowering.build import build_program
+from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
+from ratrain_jax.lowering.program import Program, Settings
+
+
+def recovered_layers(code: StepCode, blocks: Sequence[int]) -> tuple[bool, ...]:
+    """Marks the layers of the first `blocks[s]` blocks of each stage s, and those that the user checkpoints."""
+    depth = [
+        max(
+            [count]
+            + [
+                code.block_of[n] + 1
+                for n in code.layers_of(stage)
+                if code.layered.layers[n].checkpointed
+            ]
+        )
+        for stage, count in enumerate(blocks)
+    ]
+    return tuple(
+        code.block_of[n] < depth[stage] for n, stage in enumerate(code.stage_of)
+    )
+
+
+def program_within_limit(code: StepCode, settings: Settings, machine: Machine) -> Program:
+    """The program with as little recovery as the settings and the memory limits allow.
+
+    Raises:
+        MemoryLimitError: a stage is over its limit whatever is recovered.
+    """
+    most = [len(code.stage_blocks(stage)) for stage in range(code.stages)]
+    if settings.recovery == "auto":
+        return _least_recovery(code, settings, machine, most)
+    blocks = [0] * code.stages if settings.recovery == "none" else most
+    program = build_program(code, settings, machine, recovered_layers(code, blocks))
+    _check(program, blocks, most)
+    return program
+
+
+def _least_recovery(
+    code: StepCode, settings: Settings, machine: Machine, most: Sequence[int]
+) -> Program:
+    """Raises each stage's recovered prefix until it fits."""
+    blocks = [0] * code.stages
+    while True:
+        program = build_program(code, settings, machine, recovered_layers(code, blocks))
+        over = [s for s, excess in enumerate(_excess(program)) if excess > 0]
+        if not over:
+            return program
+        stuck = [s for s in over if blocks[s] == most[s]]
+        if stuck:
+            _check(program, blocks, most)
+        for stage in over:
+            blocks[stage] += 1
+
+
+def _excess(program: Program) -> list[int]:
+    """Bytes by which each stage is over its limit."""
+    limits = program.settings.memory_limit
+    if not limits:
+        return [0] * len(program.order)
+    peaks = memory_analysis(program).peaks
+    return [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
+
+
+def _check(program: Program, blocks: Sequence[int], most: Sequence[int]) -> None:
+    """Raises if a stage is over its limit: the smallest shortfall, and its largest term."""
+    over = [(excess, s) for s, excess in enumerate(_excess(program)) if excess > 0]
+    if not over:
+        return
+    excess, stage = min(over)
+    analysis = memory_analysis(program)
+    kind, count = _largest_term(analysis, stage)
+    everything = all(b == m for b, m in zip(blocks, most, strict=True))
+    remedy = (
+        "Use more stages, more microbatches or more data-parallel devices, or raise the limit."
+        if everything
+        else 'Use recovery="auto" or "forward".'
+    )
+    raise MemoryLimitError(
+        f"stage {stage} needs {analysis.peaks[stage]:,} bytes a device, {excess:,} over its limit of"
+        f" {program.settings.memory_limit[stage]:,}; the largest term is {kind}, {count:,} bytes. {remedy}"
+    )
+
+
+def _largest_term(analysis: MemoryAnalysis, stage: int) -> tuple[str, int]:
+    terms = analysis.by_kind[stage]
+    kind = max(terms, key=lambda k: terms[k])
+    return str(kind), terms[kind]
+
+
+def with_limit(settings: Settings, limit: int | Sequence[int] | None) -> Settings:
+    """Settings with a memory limit given as one number or one a stage."""
+    if limit is None:
+        return settings
+    limits = (limit,) * settings.stages if isinstance(limit, int) else tuple(limit)
+    return dataclasses.replace(settings, memory_limit=limits)
