@@ -1,0 +1,124 @@
+"""What a program needs in memory: peak bytes of each stage by kind, and the op at the peak."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from .liveness import StageSeries, memory_series
+from .mnemonics import op_label
+from .program import Kind, Op, Program
+from .text import readable_bytes
+
+_STAGES_A_TABLE: Final = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes on each device of one stage.
+
+    Attributes:
+        peak: the most bytes of values live at once.
+        by_kind: bytes of each kind at the peak.
+        index: place of the op at the peak in the stage's list; None if there are no ops.
+        op: that op.
+        series: bytes op by op.
+        temporaries: the most scratch bytes of one op's compiled program; None if not given.
+        peak_with_temporaries: the most bytes of live values and scratch at once; None if not given.
+    """
+
+    peak: int
+    by_kind: Mapping[Kind, int]
+    index: int | None
+    op: Op | None
+    series: StageSeries
+    temporaries: int | None = None
+    peak_with_temporaries: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryAnalysis:
+    """The memory that a program needs; its `str` is a table.
+
+    Attributes:
+        stages: one report a stage.
+    """
+
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Peak bytes of values on each device, one number a stage."""
+        return tuple(stage.peak for stage in self.stages)
+
+    @property
+    def by_kind(self) -> tuple[Mapping[Kind, int], ...]:
+        """Bytes of each kind at the peak, one table a stage."""
+        return tuple(stage.by_kind for stage in self.stages)
+
+    def __str__(self) -> str:
+        numbered = list(enumerate(self.stages))
+        bands = (
+            numbered[start : start + _STAGES_A_TABLE]
+            for start in range(0, len(numbered), _STAGES_A_TABLE)
+        )
+        return "\n\n".join("\n".join(_table(band)) for band in bands)
+
+
+def memory_analysis(
+    program: Program, temporaries: Mapping[Op, int] | None = None
+) -> MemoryAnalysis:
+    """Finds the peak of each stage.
+
+    Args:
+        program: a verified program.
+        temporaries: scratch bytes of each op's compiled program; ops that it lacks have none.
+
+    Returns:
+        The analysis.
+    """
+    return MemoryAnalysis(
+        tuple(
+            _stage_memory(series, program.order[series.stage], temporaries)
+            for series in memory_series(program)
+        )
+    )
+
+
+def _stage_memory(
+    series: StageSeries, ops: Sequence[Op], temporaries: Mapping[Op, int] | None
+) -> StageMemory:
+    if not ops:
+        return StageMemory(sum(series.start.values()), series.start, None, None, series)
+    index = max(range(len(ops)), key=series.total_at.__getitem__)
+    by_kind = {kind: sizes[index] for kind, sizes in series.at.items() if sizes[index]}
+    scratch = most = None
+    if temporaries is not None:
+        each = [temporaries.get(op, 0) for op in ops]
+        scratch = max(each)
+        most = max(map(sum, zip(each, series.total_at, strict=True)))
+    return StageMemory(series.total_at[index], by_kind, index, ops[index], series, scratch, most)
+
+
+def _table(stages: Sequence[tuple[int, StageMemory]]) -> Iterator[str]:
+    yield _row("bytes a device", (f"stage {number}" for number, _ in stages))
+    for kind in Kind:
+        sizes = [stage.by_kind.get(kind, 0) for _, stage in stages]
+        if any(sizes):
+            yield _row(kind.value, map(readable_bytes, sizes))
+    yield _row("peak", (readable_bytes(stage.peak) for _, stage in stages))
+    for name in ("temporaries", "peak_with_temporaries"):
+        sizes = [getattr(stage, name) for _, stage in stages]
+        if any(size is not None for size in sizes):
+            yield _row(_TITLES[name], (readable_bytes(size or 0) for size in sizes))
+    for number, stage in stages:
+        if stage.op is not None:
+            yield f"stage {number} peaks at op {stage.index}: {op_label(stage.op)}"
+
+
+_TITLES: Final = {"temporaries": "scratch, apart", "peak_with_temporaries": "peak with it"}
+
+
+def _row(title: str, cells: Iterable[str]) -> str:
+    return f"{title:<14}" + "".join(f" {cell:>12}" for cell in cells)
