@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy
 from jax.extend import core as jex
 
 _DEBUG_INFO = jex.DebugInfo("ratrain", "slice", None, None)
@@ -69,3 +71,15 @@ def sub_jaxprs(eqn: Any) -> Iterator[tuple[str, jex.ClosedJaxpr]]:
 def new_var(aval: Any) -> jex.Var:
     """A fresh variable."""
     return jex.Var(aval)
+
+
+_KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
+def dtype_named(name: str) -> Any:
+    """The dtype of a name, typed keys included."""
+    if name in _KEY_IMPLEMENTATIONS:
+        return jax.eval_shape(
+            lambda: jax.random.key(0, impl=_KEY_IMPLEMENTATIONS[name])
+        ).dtype
+    return jax.numpy.dtype(name)

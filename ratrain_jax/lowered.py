@@ -1,0 +1,74 @@
+"""A lowered step: to read, to check against memory, and to compile."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.grid import grid
+from ratrain_jax.lowering.jsonform import to_json
+from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
+from ratrain_jax.lowering.program import Program
+from ratrain_jax.lowering.text import as_text
+from ratrain_jax.options import Options
+from ratrain_jax.tracing import Signature
+
+if TYPE_CHECKING:
+    from ratrain_jax.runtime.compiled import Compiled
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Lowered:
+    """A step that was traced and lowered.
+
+    Attributes:
+        code: the code that the program's ops name.
+        program: the program.
+        signature: the trees and types of the step's arguments and results.
+        options: what the step was decorated with.
+    """
+
+    code: StepCode
+    program: Program
+    signature: Signature
+    options: Options
+
+    def as_text(self) -> str:
+        """The program as text that `ratrain_jax.lowering.text.parse` reads back."""
+        return as_text(self.program)
+
+    def as_json(self) -> str:
+        """The program as JSON."""
+        return to_json(self.program)
+
+    def grid(self) -> str:
+        """The schedule as a grid of slots, one row a stage."""
+        return grid(self.program)
+
+    def summary(self) -> str:
+        """The layers and the stages that they are in, as a table."""
+        from ratrain_jax.tables import layer_table
+
+        return layer_table(self.program)
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """Bytes on each device of every stage over the step, by kind, with the op at the peak."""
+        return memory_analysis(self.program)
+
+    def compile(self) -> Compiled:
+        """Compiles the program for its devices.
+
+        Raises:
+            LayoutError: there are fewer devices than stages × data_parallel.
+        """
+        from ratrain_jax.runtime.compiled import compile_lowered
+
+        return compile_lowered(self)
+
+    def __repr__(self) -> str:
+        s = self.program.settings
+        return (
+            f"<Lowered {len(self.program.layers)} layers in {s.stages} stages × {s.data_parallel},"
+            f" {s.microbatches} microbatches, {s.schedule}, zero={s.zero}>"
+        )

@@ -1,0 +1,111 @@
+"""The options of `train_step`, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ratrain_jax.errors import OptionError
+from ratrain_jax.lowering.program import Settings
+from ratrain_jax.lowering.schedules import SCHEDULES
+
+RECOVERIES = ("auto", "none", "backward", "forward")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """How far a stage's state tasks may run ahead.
+
+    Attributes:
+        layers: layers whose gradient sync, update and prefetch may be in flight at once.
+        bytes: bytes of gradient shards and new views that they may hold; None for no bound.
+        microbatches: microbatches whose activations may be recovered ahead of their backward.
+
+    Example:
+        >>> Window(layers=4).microbatches
+        1
+    """
+
+    layers: int = 2
+    bytes: int | None = None
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least("Window.layers", self.layers, 1)
+        _at_least("Window.microbatches", self.microbatches, 1)
+        if self.bytes is not None:
+            _at_least("Window.bytes", self.bytes, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `train_step` was asked for. See there for the meaning of each field."""
+
+    stages: int = 1
+    data_parallel: int = 1
+    microbatches: int = 1
+    schedule: str = "ratrain"
+    zero: int = 1
+    recovery: str = "auto"
+    layerwise_state: bool = True
+    update_prefetch: bool = True
+    window: Window = Window()
+    memory_limit: int | Sequence[int] | None = None
+    boundaries: Sequence[str] | None = None
+    batch_argnums: Sequence[int] | None = None
+    devices: Sequence[Any] | None = None
+    donate_state: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "data_parallel", "microbatches"):
+            _at_least(name, getattr(self, name), 1)
+        _one_of("schedule", self.schedule, tuple(SCHEDULES))
+        _one_of("recovery", self.recovery, RECOVERIES)
+        if self.zero == 3:
+            raise OptionError("zero=3 is costed by the planner but not run; use zero=1 or zero=2.")
+        _one_of("zero", self.zero, (1, 2))
+        if not isinstance(self.window, Window):
+            raise OptionError(f"window must be a ratrain_jax.Window, got {self.window!r}.")
+        limit = self.memory_limit
+        if isinstance(limit, Sequence):
+            if len(limit) != self.stages:
+                raise OptionError(
+                    f"memory_limit has {len(limit)} entries for stages={self.stages};"
+                    " give one number, or one a stage."
+                )
+            for number in limit:
+                _at_least("memory_limit", number, 1)
+        elif limit is not None:
+            _at_least("memory_limit", limit, 1)
+
+    def settings(self) -> Settings:
+        """The part of the options that a program depends on."""
+        plain = self.schedule != "ratrain"
+        limit = self.memory_limit
+        limits = () if limit is None else (limit,) * self.stages if isinstance(limit, int) else limit
+        return Settings(
+            stages=self.stages,
+            data_parallel=self.data_parallel,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            zero=self.zero,
+            recovery=self.recovery,
+            layerwise_state=self.layerwise_state and not plain,
+            update_prefetch=self.update_prefetch and not plain,
+            window_layers=self.window.layers,
+            window_bytes=self.window.bytes,
+            window_microbatches=self.window.microbatches,
+            memory_limit=tuple(limits),
+        )
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+def _one_of(name: str, value: Any, known: Sequence[Any]) -> None:
+    if value not in known:
+        choices = ", ".join(repr(k) for k in known)
+        raise OptionError(f"{name}={value!r} is not known; choose one of {choices}.")

@@ -1,0 +1,1 @@
+"""Runs programs on devices: groups, executables, threads, and state in and out."""

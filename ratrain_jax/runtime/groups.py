@@ -1,0 +1,105 @@
+"""Device groups: the D devices of one stage, and how arrays lie on them.
+
+Inside a step every array has a leading axis of D, one slice a device, as `jax.pmap` takes them; a group of one device
+has no such axis and runs plain `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ratrain_jax.errors import LayoutError
+
+AXIS = "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The devices of one stage.
+
+    Attributes:
+        devices: in rank order.
+    """
+
+    devices: tuple[Any, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,))
+
+    @functools.cached_property
+    def sharding(self) -> Any:
+        """How arrays lie inside a step."""
+        if self.size == 1:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    def state_sharding(self, axis: int | None) -> Any:
+        """How an array of the user's shape lies when it is cut along `axis`."""
+        if self.size == 1:
+            return SingleDeviceSharding(self.devices[0])
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS)
+        return NamedSharding(self.mesh, spec)
+
+    def local_type(self, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        """The type inside a step of an array whose slice on each device has `shape`."""
+        lead = () if self.size == 1 else (self.size,)
+        return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=self.sharding)
+
+    def compile(self, function: Callable[..., Any], types: Sequence[Any], donate: Sequence[int]) -> Any:
+        """Compiles a function of each device's slices; collectives name the axis `AXIS`.
+
+        Args:
+            function: takes and returns trees of local arrays.
+            types: trees of `local_type`s, one an argument.
+            donate: numbers of the arguments whose buffers may be reused.
+        """
+        if self.size == 1:
+            jitted = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True)
+        else:
+            jitted = jax.pmap(
+                function, axis_name=AXIS, devices=self.devices, donate_argnums=tuple(donate)
+            )
+        return jitted.lower(*types).compile()
+
+    def put_rows(self, array: Any) -> jax.Array:
+        """Puts an array whose axis 0 counts the ranks: each device gets its slice."""
+        return jax.device_put(array[0] if self.size == 1 else array, self.sharding)
+
+    def put_whole(self, array: Any) -> jax.Array:
+        """Puts a copy of an array on each device."""
+        if self.size == 1:
+            return jax.device_put(array, self.sharding)
+        if isinstance(array, np.ndarray):
+            return jax.device_put(np.broadcast_to(array, (self.size, *array.shape)), self.sharding)
+        copies = jax.numpy.broadcast_to(array, (self.size, *array.shape))
+        return jax.device_put(copies, self.sharding)
+
+
+def make_groups(stages: int, data_parallel: int, devices: Sequence[Any] | None) -> tuple[Group, ...]:
+    """Devices of each stage, stage by stage.
+
+    Raises:
+        LayoutError: too few devices.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    wanted = stages * data_parallel
+    if len(found) < wanted:
+        raise LayoutError(
+            f"stages={stages} × data_parallel={data_parallel} needs {wanted} devices, but there are {len(found)}."
+            f" On CPU set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before JAX is imported."
+        )
+    return tuple(
+        Group(tuple(found[s * data_parallel : (s + 1) * data_parallel])) for s in range(stages)
+    )

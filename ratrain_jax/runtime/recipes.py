@@ -1,0 +1,373 @@
+"""Says what each op computes, as a function of local bundles in the order of the op's reads.
+
+A recipe's function takes the bundles of `op.reads` (compute ops: the microbatch's number first) and returns the bundles of
+`op.writes`. Ops that only rename (a sync in a group of one) or that span groups (sends, reductions) have recipes for
+their parts, or none; `ratrain_jax.runtime.instructions` puts these together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ratrain_jax import compat
+from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.graph import as_function, fingerprint
+from ratrain_jax.lowering.program import (
+    ArrayType,
+    Backward,
+    Forward,
+    GradSync,
+    Metrics,
+    Program,
+    Prologue,
+    Recover,
+    UpdateShard,
+    ZeroGradient,
+)
+from ratrain_jax.lowering.shards import PARTIAL, ShardProgram, on_shards
+from ratrain_jax.lowering.units import backward_function, forward_function, unit_key
+from ratrain_jax.runtime.groups import AXIS
+
+Bundle = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to make an executable.
+
+    Attributes:
+        key: equal for recipes that make the same executable on the same group.
+        function: what it computes.
+        types: the local types of its arguments.
+        donate: arguments whose buffers may be reused.
+    """
+
+    key: Any
+    function: Callable[..., Any]
+    types: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+
+INDEX_TYPE = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+class Recipes:
+    """Makes the recipes of one program.
+
+    Args:
+        code: the step's code.
+        program: the program.
+    """
+
+    def __init__(self, code: StepCode, program: Program) -> None:
+        self.code = code
+        self.program = program
+        self._updates: dict[tuple[int, int], ShardProgram] = {}
+
+    def bundle(self, value: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The local types of a value."""
+        return tuple(local_type(array) for array in self.program.values[value].arrays)
+
+    def _types(self, reads: Sequence[int]) -> tuple[Any, ...]:
+        return tuple(self.bundle(v) for v in reads)
+
+    def _donated(self, op: Any, lead: int) -> tuple[int, ...]:
+        return tuple(lead + op.reads.index(v) for v in op.donates)
+
+    def forward(self, op: Forward | Recover) -> Recipe:
+        unit = self.code.forward_unit(op.layers)
+        run = forward_function(self.code, unit)
+        counts = (len(unit.views), len(unit.operands), len(unit.inputs))
+
+        def function(index: Any, *bundles: Bundle) -> tuple[Bundle, ...]:
+            views, operands, inputs = _split(bundles, counts)
+            outputs, kept = run(index, views, _singles(operands), _singles(inputs))
+            return (*((o,) for o in outputs), *kept)
+
+        types = (INDEX_TYPE, *self._types(op.reads))
+        return Recipe(("forward", unit_key(self.code, unit), _shapes(types)), function, types)
+
+    def backward(self, op: Backward) -> Recipe:
+        unit = self.code.backward_unit(op.layers)
+        layers = op.layers[1] - op.layers[0]
+        added = len(op.donates)
+        counts = (
+            len(unit.views),
+            len(unit.operands),
+            len(unit.inputs),
+            layers,
+            len(unit.cotangents_in),
+            added,
+        )
+        given = [self.program.values[v].layer for v in op.donates]
+        fresh = tuple(owner not in given for owner in unit.accumulators)
+        run = backward_function(self.code, unit, fresh)
+
+        def function(index: Any, *bundles: Bundle) -> tuple[Bundle, ...]:
+            views, operands, inputs, residuals, cotangents, sums = _split(bundles, counts)
+            outgoing, totals = run(
+                index,
+                views,
+                _singles(operands),
+                _singles(inputs),
+                residuals,
+                _singles(cotangents),
+                sums,
+            )
+            return (*((o,) for o in outgoing), *totals)
+
+        types = (INDEX_TYPE, *self._types(op.reads))
+        key = ("backward", unit_key(self.code, unit), fresh, _shapes(types))
+        return Recipe(key, function, types, self._donated(op, 1))
+
+    def zero_gradient(self, op: ZeroGradient) -> Recipe:
+        arrays = self.bundle(op.writes[0])
+
+        def function(index: Any) -> tuple[Bundle, ...]:
+            del index
+            return (tuple(jnp.zeros(a.shape, a.dtype) for a in arrays),)
+
+        return Recipe(("zero", _shapes(arrays)), function, (INDEX_TYPE,))
+
+    def prologue(self, op: Prologue) -> Recipe:
+        code = self.code
+        run = as_function(code.prologue)
+
+        def function(*bundles: Bundle) -> tuple[Bundle, ...]:
+            made = run(*(array for bundle in bundles for array in bundle))
+            return tuple(
+                (_own_rows(code, o, array),)
+                for o, array in zip(code.prologue_operands, made, strict=True)
+            )
+
+        return Recipe("prologue", function, self._types(op.reads))
+
+    def metrics(self, op: Metrics) -> Recipe:
+        code = self.code
+        run = as_function(code.update.metrics)
+        scalars = len(code.update.reductions)
+        state = 1 if code.update.replicated else 0
+
+        def function(*bundles: Bundle) -> tuple[Bundle, ...]:
+            ordered = (
+                *bundles[scalars : scalars + state],
+                *bundles[:scalars],
+                *bundles[scalars + state :],
+            )
+            return (tuple(run(*_flat(ordered))),)
+
+        return Recipe("metrics", function, self._types(op.reads))
+
+    def grad_sync(self, op: GradSync) -> Recipe | None:
+        """The sync's code; None where it only renames."""
+        code, home = self.code, self.program.values[op.reads[0]].stage
+        bundle = code.bundles[home, op.layer]
+        axes = self._axes(op.layer, bundle)
+        types = self._types(op.reads)
+        if op.microbatch is not None:
+
+            def accumulate(whole: Bundle, before: Bundle) -> tuple[Bundle, ...]:
+                return (
+                    tuple(
+                        b + self._scatter(w, axis)
+                        for w, b, axis in zip(whole, before, axes, strict=True)
+                    ),
+                )
+
+            key = ("accumulate", axes, _shapes(types))
+            donate = (1,) if code.data_parallel > 1 else self._donated(op, 0)[-1:]
+            return Recipe(key, accumulate, types, donate)
+        if code.data_parallel == 1 and len(op.reads) == 1:
+            return None
+        places = tuple(
+            tuple(bundle.index(p) for p in code.bundles[stage, op.layer])
+            for stage in code.borrowers(op.layer)
+        )
+        scatter = code.zero == 1
+
+        def sync(own: Bundle, *shares: Bundle) -> tuple[Bundle, ...]:
+            total = list(own)
+            for share, where in zip(shares, places, strict=True):
+                for place, array in zip(where, share, strict=True):
+                    total[place] = total[place] + array
+            if scatter:
+                total = [self._scatter(t, axis) for t, axis in zip(total, axes, strict=True)]
+            return (tuple(total),)
+
+        donate = (0,) if not scatter or code.data_parallel == 1 else ()
+        return Recipe(("sync", scatter, places, axes, _shapes(types)), sync, types, donate)
+
+    def _scatter(self, array: Any, axis: int | None) -> Any:
+        if self.code.data_parallel == 1:
+            return array
+        if axis is None:
+            return jax.lax.psum(array, AXIS)
+        return jax.lax.psum_scatter(array, AXIS, scatter_dimension=axis, tiled=True)
+
+    def _axes(self, layer: int, params: Sequence[int]) -> tuple[int | None, ...]:
+        return tuple(self.code.axis(self.code.master[p].shape) for p in params)
+
+    def gather(self, layer: int, stage: int) -> tuple[Recipe | None, tuple[bool, ...]]:
+        """The code of a view, and which of its arrays are seen in place.
+
+        The code takes and returns the arrays that are not seen in place.
+        """
+        code = self.code
+        params = code.bundles[stage, layer]
+        axes = self._axes(layer, params)
+        home = stage == code.stage_of[layer]
+        dtypes = [code.view_dtypes[p] for p in params]
+        in_place = tuple(
+            home and axis is None and dtype == code.master[p].dtype
+            for p, axis, dtype in zip(params, axes, dtypes, strict=True)
+        )
+        moved = [j for j, seen in enumerate(in_place) if not seen]
+        if not moved:
+            return None, in_place
+        types = tuple(
+            jax.ShapeDtypeStruct(_cut(code.master[params[j]].shape, axes[j], code.data_parallel), code.master[params[j]].dtype)
+            for j in moved
+        )
+
+        def function(shards: Bundle) -> Bundle:
+            out = []
+            for shard, j in zip(shards, moved, strict=True):
+                cast = shard.astype(dtypes[j])
+                if axes[j] is not None:
+                    cast = jax.lax.all_gather(cast, AXIS, axis=axes[j], tiled=True)
+                out.append(cast)
+            return tuple(out)
+
+        key = ("gather", tuple(axes[j] for j in moved), tuple(map(str, dtypes)), _shapes(types))
+        return Recipe(key, function, (types,)), in_place
+
+    def update(self, op: UpdateShard) -> Recipe:
+        if op.layer is None:
+            run = as_function(self.code.update.replicated_program)
+            types = self._types(op.reads)
+            return Recipe("replicated", lambda *b: (tuple(run(*_flat(b))),), types)
+        return self._layer_update(op, op.layer)
+
+    def _layer_update(self, op: UpdateShard, layer: int) -> Recipe:
+        update = self.code.update.layers[layer]
+        closed = update.phases[op.phase]
+        final = op.phase == update.phase
+        made = (len(update.parameters), len(update.optimizer), len(update.outputs))
+        partials = len(update.partials[op.phase])
+        shards = self.shard_program(layer, op.phase)
+        types = self._types(op.reads)
+
+        def function(*bundles: Bundle) -> tuple[Bundle, ...]:
+            results = tuple(shards.run(*_flat(bundles)))
+            state = sum(made) if final else 0
+            given = results[state:]
+            out = [given] if partials else []
+            if final:
+                parameters, optimizer, extra = _split(results[:state], made)
+                out += [parameters, optimizer]
+                out += [extra] if update.outputs else []
+            return tuple(out)
+
+        key = ("update", fingerprint(closed), final, made, partials, _shapes(types))
+        donate = tuple(op.reads.index(v) for v in op.donates if v != op.reads[0])
+        return Recipe(key, function, types, donate)
+
+    def shard_program(self, layer: int, phase: int) -> ShardProgram:
+        """A layer's update program over shards."""
+        if (layer, phase) not in self._updates:
+            self._updates[layer, phase] = self._make_shard_program(layer, phase)
+        return self._updates[layer, phase]
+
+    def _make_shard_program(self, layer: int, phase: int) -> ShardProgram:
+        code = self.code
+        update = code.update.layers[layer]
+        closed = update.phases[phase]
+        final = phase == update.phase
+        axes = code.shard_axes
+        gradients = list(self._axes(layer, update.params))
+        parameters = [axes[leaf] for leaf in update.parameters]
+        optimizer = [axes[leaf] for leaf in update.optimizer]
+        layouts = [*gradients, *parameters, *optimizer]
+        layouts += [None] * (len(closed.in_avals) - len(layouts))
+        out: list[Any] = []
+        if final:
+            outvars = code.regions.step.outvars
+            extra = [code.axis(outvars[o].aval.shape) for o in update.outputs]
+            out = [*parameters, *optimizer, *extra]
+        out += [PARTIAL] * len(update.partials[phase])
+        return on_shards(closed, layouts, out, code.data_parallel, AXIS)
+
+
+def local_type(array: ArrayType) -> jax.ShapeDtypeStruct:
+    """The JAX type of an array type."""
+    return jax.ShapeDtypeStruct(array.shape, compat.dtype_named(array.dtype))
+
+
+def _split(items: Sequence[Any], counts: Sequence[int]) -> list[tuple[Any, ...]]:
+    parts, start = [], 0
+    for count in counts:
+        parts.append(tuple(items[start : start + count]))
+        start += count
+    return parts
+
+
+def _singles(bundles: Sequence[Bundle]) -> Bundle:
+    return tuple(bundle[0] for bundle in bundles)
+
+
+def _flat(bundles: Sequence[Bundle]) -> list[Any]:
+    return [array for bundle in bundles for array in bundle]
+
+
+def _shapes(types: Any) -> tuple[Any, ...]:
+    return tuple((t.shape, str(t.dtype)) for t in jax.tree.leaves(types))
+
+
+def _cut(shape: Sequence[int], axis: int | None, devices: int) -> tuple[int, ...]:
+    return tuple(size // devices if i == axis else size for i, size in enumerate(shape))
+
+
+def _own_rows(code: StepCode, operand: int, array: Any) -> Any:
+    """A rank's rows of a whole operand, by microbatch."""
+    if not code.regions.operands[operand].split:
+        return array
+    rows = array.shape[0] // (code.data_parallel * code.microbatches)
+    cut = array.reshape(code.data_parallel, code.microbatches, rows, *array.shape[1:])
+    if code.data_parallel == 1:
+        return cut[0]
+    rank = jax.lax.axis_index(AXIS)
+    return jax.lax.dynamic_index_in_dim(cut, rank, 0, keepdims=False)
+
+
+def combine(values: Sequence[Any], how: Sequence[str], devices: int) -> list[Any]:
+    """Joins what the ranks hold of partial scalars; one collective a kind."""
+    joined = list(values)
+    if devices == 1:
+        return joined
+    for kind in dict.fromkeys(how):
+        places = [i for i, h in enumerate(how) if h == kind]
+        if kind == "same":
+            continue
+        for i, value in zip(places, _JOIN[kind](tuple(values[i] for i in places)), strict=True):
+            joined[i] = value
+    return joined
+
+
+def _join_bool(reduce: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
+    counts = reduce(tuple(v.astype(jnp.int32) for v in values), AXIS)
+    return [c.astype(bool) for c in counts]
+
+
+_JOIN: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    "sum": lambda values: jax.lax.psum(values, AXIS),
+    "max": lambda values: jax.lax.pmax(values, AXIS),
+    "min": lambda values: jax.lax.pmin(values, AXIS),
+    "and": functools.partial(_join_bool, jax.lax.pmin),
+    "or": functools.partial(_join_bool, jax.lax.pmax),
+}

@@ -1,0 +1,173 @@
+"""Traces a train step twice: with the global batch, and with one rank's microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ratrain_jax.errors import BatchError, StepError, UnsupportedError
+from ratrain_jax.lowering.lower import Trace
+from ratrain_jax.lowering.regions import rows_per_microbatch
+from ratrain_jax.options import Options
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signature:
+    """The trees and types of a step's arguments and results.
+
+    Attributes:
+        state: tree of the state.
+        batch: tree of the other arguments.
+        result: tree of the results.
+        avals: types of all flat inputs, the state's first.
+        names: the path of each flat input.
+        has_state: whether the step returns a new state.
+        has_rest: whether it returns anything beside, as the second half of a pair.
+    """
+
+    state: Any
+    batch: Any
+    result: Any
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[str, ...]
+    has_state: bool
+
+    @property
+    def states(self) -> int:
+        return self.state.num_leaves
+
+
+def abstract(tree: Any) -> Any:
+    """The types of a tree's leaves."""
+    return jax.tree.map(_leaf_type, tree)
+
+
+def _leaf_type(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError as error:
+        raise UnsupportedError(
+            f"a leaf of type {type(leaf).__name__} is no array: {leaf!r}."
+            " Make it part of the tree's structure, or close over it."
+        ) from error
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def trace_step(step: Callable[..., Any], args: Sequence[Any], options: Options) -> tuple[Trace, Signature]:
+    """Traces a step.
+
+    Args:
+        step: the undecorated step.
+        args: its arguments, or their types; the first is the state.
+        options: the parts that the batch is cut into, and which arguments are batch.
+
+    Raises:
+        StepError: the step has no arguments or its microbatch-sized trace fails.
+        BatchError: the batch does not divide.
+    """
+    if not args:
+        raise StepError("a train step takes the state as its first argument, but none was given.")
+    state, *rest = (abstract(arg) for arg in args)
+    cut = _batch_arguments(len(args), options)
+    small_rest = [
+        _shrink(arg, options, f"argument {n}") if n in cut else arg for n, arg in enumerate(rest, 1)
+    ]
+    whole, result = jax.make_jaxpr(step, return_shape=True)(state, *rest)
+    parts = options.data_parallel * options.microbatches
+    small = whole if parts == 1 else _trace_small(step, state, small_rest)
+    state_leaves, state_tree = jax.tree.flatten(state)
+    batch_leaves, batch_tree = jax.tree.flatten(tuple(rest))
+    has_state = _returns_state(result, state)
+    outputs = len(whole.out_avals)
+    states = len(state_leaves)
+    names = [f"state{_path(p)}" for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    names += [f"batch{_path(p)}" for p, _ in jax.tree_util.tree_leaves_with_path(_unwrap(rest))]
+    trace = Trace(
+        whole=whole,
+        small=small,
+        names=tuple(names),
+        states=states,
+        state_out=tuple(range(states)) if has_state else (None,) * states,
+        metrics_out=tuple(range(states if has_state else 0, outputs)),
+    )
+    signature = Signature(
+        state=state_tree,
+        batch=batch_tree,
+        result=jax.tree.structure(result),
+        avals=(*state_leaves, *batch_leaves),
+        names=tuple(names),
+        has_state=has_state,
+    )
+    return trace, signature
+
+
+def _unwrap(rest: Sequence[Any]) -> Any:
+    return rest[0] if len(rest) == 1 else tuple(rest)
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path)
+
+
+def _batch_arguments(count: int, options: Options) -> set[int]:
+    """Which arguments are cut along axis 0."""
+    if options.batch_argnums is None:
+        return set(range(1, count))
+    chosen = set(options.batch_argnums)
+    if not chosen <= set(range(1, count)):
+        raise StepError(
+            f"batch_argnums={tuple(options.batch_argnums)} must name arguments 1 to {count - 1};"
+            " argument 0 is the state."
+        )
+    return chosen
+
+
+def _shrink(tree: Any, options: Options, where: str) -> Any:
+    """The types of one rank's microbatch. Scalars and typed keys pass whole."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if _is_split(leaf)]
+    sizes = sorted({leaf.shape[0] for leaf in leaves})
+    if len(sizes) > 1:
+        raise BatchError(
+            f"the leaves of {where} disagree on axis 0: {', '.join(map(str, sizes))}. Put what is not cut by"
+            " the batch into an argument of its own and leave that out of batch_argnums."
+        )
+    if not sizes:
+        return tree
+    rows = rows_per_microbatch(sizes[0], options.data_parallel, options.microbatches)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+        if _is_split(leaf)
+        else leaf,
+        tree,
+    )
+
+
+def _is_split(leaf: jax.ShapeDtypeStruct) -> bool:
+    return bool(leaf.shape) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _trace_small(step: Callable[..., Any], state: Any, rest: Sequence[Any]) -> Any:
+    try:
+        return jax.make_jaxpr(step)(state, *rest)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, (StepError, BatchError)):
+            raise
+        raise StepError(
+            "the step can be traced with the whole batch but not with one microbatch, so some code in it writes the"
+            f" batch size down; take it from the inputs' shape instead. JAX says: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _returns_state(result: Any, state: Any) -> bool:
+    """Whether the (first) result is a new state: the same tree, with the same shapes."""
+    first = result[0] if isinstance(result, tuple) and len(result) >= 1 else result
+    for candidate in (first, result):
+        if jax.tree.structure(candidate) == jax.tree.structure(state):
+            shapes = [leaf.shape for leaf in jax.tree.leaves(candidate)]
+            return shapes == [leaf.shape for leaf in jax.tree.leaves(state)]
+    return False

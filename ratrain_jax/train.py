@@ -1,0 +1,149 @@
+"""`train_step`: the decorator that turns an ordinary train step into a pipelined one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ratrain_jax.lowered import Lowered
+from ratrain_jax.lowering.lower import lower_step
+from ratrain_jax.kernels import load_machine
+from ratrain_jax.options import Options, Window
+from ratrain_jax.runtime.compiled import Compiled
+from ratrain_jax.tracing import abstract, trace_step
+
+CACHE_SIZE = 8
+
+
+class TrainStep:
+    """A decorated train step. Call it like the step, or `lower` it to look first.
+
+    Attributes:
+        options: what the step was decorated with.
+        __wrapped__: the undecorated step.
+    """
+
+    def __init__(self, step: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, step)
+        self.__wrapped__ = step
+        self.options = options
+        self._compiled: dict[Any, Compiled] = {}
+
+    def lower(self, *args: Any) -> Lowered:
+        """Traces and lowers the step.
+
+        Args:
+            *args: the step's arguments, or their types (`jax.ShapeDtypeStruct`); the first is the state.
+
+        Returns:
+            The lowered step: its program, text, memory; `compile()` makes it callable. Needs no devices.
+
+        Raises:
+            StepError, BatchError, LayoutError, MemoryLimitError: what to change is in the message.
+        """
+        trace, signature = trace_step(self.__wrapped__, args, self.options)
+        code, program = lower_step(
+            trace,
+            self.options.settings(),
+            load_machine("generic"),
+            self.options.boundaries,
+        )
+        return Lowered(code, program, signature, self.options)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs one step, compiling it for these shapes first if it must."""
+        leaves, tree = jax.tree.flatten(abstract(args))
+        key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self.lower(*args).compile()
+            while len(self._compiled) >= CACHE_SIZE:
+                self._compiled.pop(next(iter(self._compiled)))
+            self._compiled[key] = compiled
+        return compiled(*args)
+
+    def __repr__(self) -> str:
+        name = getattr(self.__wrapped__, "__name__", "step")
+        o = self.options
+        return (
+            f"<train_step {name}: {o.stages} stages × {o.data_parallel},"
+            f" {o.microbatches} microbatches, {o.schedule}>"
+        )
+
+
+def train_step(
+    *,
+    stages: int = 1,
+    data_parallel: int = 1,
+    microbatches: int = 1,
+    schedule: str = "ratrain",
+    zero: int = 1,
+    recovery: str = "auto",
+    layerwise_state: bool = True,
+    update_prefetch: bool = True,
+    window: Window = Window(),
+    memory_limit: int | Sequence[int] | None = None,
+    boundaries: Sequence[str] | None = None,
+    batch_argnums: Sequence[int] | None = None,
+    devices: Sequence[Any] | None = None,
+    donate_state: bool = True,
+) -> Callable[[Callable[..., Any]], TrainStep]:
+    """Decorates a train step so that it runs as a pipeline over `stages * data_parallel` devices.
+
+    The step takes the state first and the batch after it, calls `ratrain_jax.value_and_grad` once, and returns
+    the new state, or the new state and anything else. The state is a tree of arrays in any form.
+
+    Args:
+        stages: pipeline stages.
+        data_parallel: devices of each stage; each takes a part of the batch and a shard of the state.
+        microbatches: parts that each device's batch is cut into.
+        schedule: `"gpipe"`, `"1f1b"` or `"ratrain"`. The first two do all state work at the end of the step.
+        zero: 1 to synchronise gradients once a step, 2 after every microbatch into sharded accumulators.
+        recovery: `"none"` keeps all residuals; `"backward"` recomputes when the gradient has come, `"forward"` before;
+            `"auto"` keeps what the memory limit allows.
+        layerwise_state: with `"ratrain"`, synchronise each layer's gradient as soon as it is final.
+        update_prefetch: with `"ratrain"`, update each layer and gather its next view behind its synchronisation.
+        window: how far state work may run ahead.
+        memory_limit: bytes a device; one number, or one a stage.
+        boundaries: names of the layers that begin each stage but the first; balanced unless given.
+        batch_argnums: which arguments are cut along axis 0; all but the first unless given.
+        devices: the devices, stage by stage; `jax.devices()` unless given.
+        donate_state: whether arrays of a state that this step handed out are used up when they come back.
+
+    Returns:
+        A decorator that gives a `TrainStep`.
+
+    Raises:
+        OptionError: an option out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, ratrain_jax as rt
+        >>> @rt.train_step(microbatches=2)
+        ... def step(state, batch):
+        ...     loss, grads = rt.value_and_grad(lambda w: ((batch["x"] @ w - batch["y"]) ** 2).mean())(state["w"])
+        ...     return {"w": state["w"] - 0.1 * grads}, {"loss": loss}
+        >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.zeros((4,))}
+        >>> state, metrics = step({"w": jnp.ones(3)}, batch)
+        >>> float(metrics["loss"])
+        9.0
+    """
+    options = Options(
+        stages=stages,
+        data_parallel=data_parallel,
+        microbatches=microbatches,
+        schedule=schedule,
+        zero=zero,
+        recovery=recovery,
+        layerwise_state=layerwise_state,
+        update_prefetch=update_prefetch,
+        window=window,
+        memory_limit=memory_limit,
+        boundaries=boundaries,
+        batch_argnums=batch_argnums,
+        devices=devices,
+        donate_state=donate_state,
+    )
+    return lambda step: TrainStep(step, options)
