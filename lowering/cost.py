@@ -164,7 +164,9 @@ def _absorbs(eqn: Eqn) -> bool:
 
 
 def _has_inner(eqn: Eqn) -> bool:
-    if eqn.primitive.name in _FLOPS:  # a scatter's or reduction's jaxpr says how to join two elements
+    if (
+        eqn.primitive.name in _FLOPS
+    ):  # a scatter's or reduction's jaxpr says how to join two elements
         return False
     return next(compat.sub_jaxprs(eqn), None) is not None
 
@@ -341,7 +343,9 @@ _FLOPS: dict[str, Callable[[Eqn], int]] = {
     "sort": _sort,
     **dict.fromkeys(_REDUCTIONS, _elements_in),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _elements_in),
-    **dict.fromkeys(("scatter-add", "scatter-mul", "scatter-sub", "scatter-min", "scatter-max"), _updates),
+    **dict.fromkeys(
+        ("scatter-add", "scatter-mul", "scatter-sub", "scatter-min", "scatter-max"), _updates
+    ),
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window
     ),

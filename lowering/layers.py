@@ -1,16 +1,38 @@
-"""Cuts a loss into layers."""
+"""Cuts a loss into layers.
+
+A layer is a run of main equations (`dependence`) between two cuts (`cuts`) with the side equations that it needs (`sides`).
+What it makes for later layers are **variables**, numbered by the layer that makes them and within it by the order in which
+they are made; results of the loss come last. A variable that is read much later passes over the layers between.
+
+Within a layer each side equation stands right before the first equation that reads it, and inputs stand in the order of
+their numbers: equal blocks of a model therefore have equal programs, wherever their side values were computed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from ratrain_jax.kernels import Machine
-from ratrain_jax.lowering.cost import Cost
-from ratrain_jax.lowering.graph import Graph
+from ratrain_jax.lowering.cost import (
+    Cost,
+    aval_bytes,
+    equation_costs,
+    equation_seconds,
+    jaxpr_cost,
+    jaxpr_seconds,
+)
+from ratrain_jax.lowering.cuts import Costs, Path, Span, automatic_spans, marked_spans
+from ratrain_jax.lowering.dependence import Flow, Mark, live_bytes, sort_equations, strip_marks
+from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, cut, is_var, needed
+from ratrain_jax.lowering.sides import SidePlacement, place_sides
+
+PASSES = 3
+"""Forward and backward together take about three times as long as forward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,15 +96,32 @@ class LayeredLoss:
     variables: tuple[LossVariable, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """A variable to be.
+
+    Attributes:
+        atom: what stands for it in the loss.
+        producer: the layer that makes it.
+        readers: the later layers that read it.
+        role: as in `LossVariable`.
+    """
+
+    atom: Atom
+    producer: int
+    readers: tuple[int, ...]
+    role: str
+
+
 def find_layers(
     loss: Graph,
-    paths: Sequence[tuple[str, ...]],
+    paths: Sequence[Path],
     *,
     operands: int,
     stages: int,
     machine: Machine,
 ) -> LayeredLoss:
-    """Cuts a loss into layers.
+    """Cuts a loss into layers: at its marks, or else by the rule of `cuts`.
 
     Args:
         loss: its inputs are the parameters, then the operands.
@@ -93,5 +132,207 @@ def find_layers(
 
     Returns:
         The layers and the variables between them.
+
+    Raises:
+        OptionError: two marks have one name, or nothing is computed between two of them.
+        UnsupportedError: a mark stands inside a loop, a branch or a custom rule.
     """
-    raise NotImplementedError
+    params = len(loss.invars) - operands
+    loss, marks = strip_marks(loss)
+    flow = sort_equations(loss, params)
+    spans = _spans(flow, _short(paths), marks, stages, machine)
+    layers = [number for number, span in enumerate(spans) for _ in range(span.start, span.end)]
+    sizes = [aval_bytes(var.aval) for var in loss.invars[:params]]
+    placement = place_sides(flow, layers, loss.outvars, sizes, machine)
+    entries = _entries(loss, flow, layers, placement)
+    found = [
+        _layer(number, span, loss, flow, placement, entries, params, machine)
+        for number, span in enumerate(spans)
+    ]
+    variables = [
+        LossVariable(
+            aval=entry.atom.aval,
+            producer=entry.producer,
+            readers=entry.readers,
+            differentiable=_differentiable(entry.atom, flow),
+            role=entry.role,
+        )
+        for entry in entries
+    ]
+    return LayeredLoss(_with_owners(found, params), tuple(variables))
+
+
+def _short(paths: Sequence[Path]) -> list[Path]:
+    """Paths without the key under which Flax keeps all parameters."""
+    if all(len(path) > 1 and path[0] == "params" for path in paths):
+        return [tuple(path[1:]) for path in paths]
+    return [tuple(path) for path in paths]
+
+
+def _spans(
+    flow: Flow, paths: Sequence[Path], marks: Sequence[Mark], stages: int, machine: Machine
+) -> list[Span]:
+    reads: list[list[int]] = [[] for _ in paths]
+    for place, numbers in enumerate(flow.reads):
+        for number in numbers:
+            reads[number].append(place)
+    members = [(path, tuple(places)) for path, places in zip(paths, reads, strict=True)]
+    sizes = {var: aval_bytes(var.aval) for eqn in flow.main for var in eqn.outvars}
+    costs = Costs(_seconds_before(flow, machine), live_bytes(flow.main, sizes), stages)
+    if not marks:
+        return automatic_spans(members, costs)
+    places = [sum(place < mark.place for place in flow.places) for mark in marks]
+    # What stands before the first mark is named as it would be without marks.
+    first = automatic_spans(members, costs)[0].name
+    named = [(mark.name, place) for mark, place in zip(marks, places, strict=True)]
+    return marked_spans(named, first, len(flow.main))
+
+
+def _seconds_before(flow: Flow, machine: Machine) -> list[float]:
+    """Seconds of the equations before each place; a side equation counts with its first reader."""
+    eqns = [*flow.sides, *flow.main]
+    results = [var for eqn in flow.main[-1:] for var in eqn.outvars]
+    costs = equation_costs(eqns, results)
+    seconds = [equation_seconds(eqn, cost, machine) for eqn, cost in zip(eqns, costs, strict=True)]
+    own = seconds[len(flow.sides) :]
+    first: dict[Var, int] = {}
+    for place, eqn in enumerate(flow.main):
+        for atom in eqn.invars:
+            if is_var(atom):
+                first.setdefault(atom, place)
+    for eqn, cost in reversed(list(zip(flow.sides, seconds, strict=False))):
+        place = min(first.get(var, len(own) - 1) for var in eqn.outvars)
+        own[place] += cost
+        for atom in eqn.invars:
+            if is_var(atom):
+                first[atom] = min(place, first.get(atom, place))
+    before = [0.0]
+    for cost in own:
+        before.append(before[-1] + cost)
+    return before
+
+
+def _entries(
+    loss: Graph, flow: Flow, layers: Sequence[int], placement: SidePlacement
+) -> list[_Entry]:
+    """All variables, in the order of their numbers."""
+    made = {var: layer for layer, eqn in zip(layers, flow.main, strict=True) for var in eqn.outvars}
+    readers: dict[Var, set[int]] = {}
+    for layer, eqn in zip(layers, flow.main, strict=True):
+        for atom in eqn.invars:
+            if is_var(atom) and made.get(atom, layer) < layer:
+                readers.setdefault(atom, set()).add(layer)
+    results = [atom for atom in loss.outvars if is_var(atom)]
+    entries = [
+        _Entry(var, producer, later, "boundary")
+        for var, (producer, later) in reversed(placement.passed.items())
+    ]
+    entries += [
+        _Entry(var, made[var], tuple(sorted(readers[var])), "boundary")
+        for var in made
+        if var in readers and var not in results
+    ]
+    for number, atom in enumerate(loss.outvars):
+        producer = made.get(atom, layers[-1]) if is_var(atom) else layers[-1]
+        # A result that is given twice is read under its first number.
+        later = readers.pop(atom, ()) if is_var(atom) else ()
+        entries.append(_Entry(atom, producer, tuple(sorted(later)), "aux" if number else "loss"))
+    return sorted(entries, key=lambda entry: entry.producer)
+
+
+def _differentiable(atom: Atom, flow: Flow) -> bool:
+    dependent = is_var(atom) and atom in flow.from_params
+    return dependent and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _layer(
+    number: int,
+    span: Span,
+    loss: Graph,
+    flow: Flow,
+    placement: SidePlacement,
+    entries: Sequence[_Entry],
+    params: int,
+    machine: Machine,
+) -> Layer:
+    inputs = [i for i, entry in enumerate(entries) if number in entry.readers]
+    outputs = [i for i, entry in enumerate(entries) if entry.producer == number]
+    results = [entries[i].atom for i in outputs]
+    eqns = _ordered(number, flow.main[span.start : span.end], flow, placement, results)
+    free = needed(eqns, results)[1]
+    reads = [i for i, var in enumerate(loss.invars[:params]) if var in free]
+    operands = [i for i, var in enumerate(loss.invars[params:]) if var in free]
+    invars = [
+        *(loss.invars[i] for i in reads),
+        *(loss.invars[params + i] for i in operands),
+        *(entries[i].atom for i in inputs),
+    ]
+    program = cut(loss, invars, results, eqns)
+    return Layer(
+        name=span.name,
+        owned=(),
+        reads=tuple(reads),
+        operands=tuple(operands),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        program=program,
+        cost=jaxpr_cost(program),
+        seconds=PASSES * jaxpr_seconds(program, machine),
+        checkpointed=any(
+            var in loss.checkpointed
+            for eqn in flow.main[span.start : span.end]
+            for var in eqn.outvars
+        ),
+    )
+
+
+def _ordered(
+    number: int,
+    main: Sequence[Eqn],
+    flow: Flow,
+    placement: SidePlacement,
+    results: Sequence[Atom],
+) -> list[Eqn]:
+    """The equations of a layer, each side equation right before what reads it first."""
+    here = {
+        var
+        for eqn, makers in zip(flow.sides, placement.makers, strict=True)
+        if number in makers
+        for var in eqn.outvars
+    }
+    eqns: list[Eqn] = []
+    done: set[Var] = set()
+
+    def bring(atoms: Sequence[Atom]) -> None:
+        stack = [(atom, False) for atom in reversed(atoms) if is_var(atom)]
+        while stack:
+            var, ready = stack.pop()
+            if var in done or var not in here:
+                continue
+            maker = flow.maker[var]
+            if ready:
+                eqns.append(maker)
+                done.update(maker.outvars)
+                continue
+            stack.append((var, True))
+            stack.extend((atom, False) for atom in reversed(maker.invars) if is_var(atom))
+
+    for eqn in main:
+        bring(eqn.invars)
+        eqns.append(eqn)
+    bring(results)
+    return eqns
+
+
+def _with_owners(layers: Sequence[Layer], params: int) -> tuple[Layer, ...]:
+    owner: dict[int, int] = {}
+    for number, layer in enumerate(layers):
+        for param in layer.reads:
+            owner.setdefault(param, number)
+    owned: list[list[int]] = [[] for _ in layers]
+    for param in range(params):
+        owned[owner.get(param, 0)].append(param)
+    return tuple(
+        dataclasses.replace(layer, owned=tuple(numbers))
+        for layer, numbers in zip(layers, owned, strict=True)
+    )
