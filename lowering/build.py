@@ -79,7 +79,7 @@ def reductions(code: StepCode) -> tuple[Reduction, ...]:
         }
         if update.replicated and update.replicated_phase >= phase:
             receivers |= set(range(code.stages))
-        if update.metrics_phase >= phase:
+        if update.metrics_outputs:
             receivers.add(code.metrics_stage)
         found.append(
             Reduction(phase, tuple(reduction.layers), reduction.loss, tuple(sorted(receivers)))

@@ -122,7 +122,8 @@ class StepCode:
     @functools.cached_property
     def loss_variables(self) -> tuple[int, ...]:
         """The loss and the auxiliary results, in the order in which the loss returns them."""
-        return self.layered.results
+        variables = enumerate(self.layered.variables)
+        return tuple(n for n, v in variables if v.role != "boundary")
 
     @functools.cached_property
     def fingerprint(self) -> str:

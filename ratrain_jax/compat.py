@@ -79,7 +79,5 @@ _KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg
 def dtype_named(name: str) -> Any:
     """The dtype of a name, typed keys included."""
     if name in _KEY_IMPLEMENTATIONS:
-        return jax.eval_shape(
-            lambda: jax.random.key(0, impl=_KEY_IMPLEMENTATIONS[name])
-        ).dtype
+        return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_IMPLEMENTATIONS[name])).dtype
     return jax.numpy.dtype(name)

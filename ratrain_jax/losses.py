@@ -65,7 +65,9 @@ def value_and_grad(
         )
         count = len(closed.consts)
         results = loss_region_p.bind(
-            *closed.consts, *leaves, loss=hoisted,
+            *closed.consts,
+            *leaves,
+            loss=hoisted,
             paths=_paths(wanted[0] if isinstance(argnums, int) else wanted),
             diff=tuple(range(count, count + len(leaves))),
         )

@@ -13,6 +13,11 @@ from ratrain_jax.lowering.schedules import SCHEDULES
 RECOVERIES = ("auto", "none", "backward", "forward")
 
 
+def _at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
     """How far a stage's state tasks may run ahead.
@@ -83,7 +88,9 @@ class Options:
         """The part of the options that a program depends on."""
         plain = self.schedule != "ratrain"
         limit = self.memory_limit
-        limits = () if limit is None else (limit,) * self.stages if isinstance(limit, int) else limit
+        limits = (
+            () if limit is None else (limit,) * self.stages if isinstance(limit, int) else limit
+        )
         return Settings(
             stages=self.stages,
             data_parallel=self.data_parallel,
@@ -98,11 +105,6 @@ class Options:
             window_microbatches=self.window.microbatches,
             memory_limit=tuple(limits),
         )
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
 def _one_of(name: str, value: Any, known: Sequence[Any]) -> None:

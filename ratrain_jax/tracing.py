@@ -58,7 +58,9 @@ def _leaf_type(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def trace_step(step: Callable[..., Any], args: Sequence[Any], options: Options) -> tuple[Trace, Signature]:
+def trace_step(
+    step: Callable[..., Any], args: Sequence[Any], options: Options
+) -> tuple[Trace, Signature]:
     """Traces a step.
 
     Args:
@@ -140,9 +142,9 @@ def _shrink(tree: Any, options: Options, where: str) -> Any:
         return tree
     rows = rows_per_microbatch(sizes[0], options.data_parallel, options.microbatches)
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-        if _is_split(leaf)
-        else leaf,
+        lambda leaf: (
+            jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if _is_split(leaf) else leaf
+        ),
         tree,
     )
 

@@ -57,7 +57,9 @@ class Group:
         lead = () if self.size == 1 else (self.size,)
         return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=self.sharding)
 
-    def compile(self, function: Callable[..., Any], types: Sequence[Any], donate: Sequence[int]) -> Any:
+    def compile(
+        self, function: Callable[..., Any], types: Sequence[Any], donate: Sequence[int]
+    ) -> Any:
         """Compiles a function of each device's slices; collectives name the axis `AXIS`.
 
         Args:
@@ -87,7 +89,9 @@ class Group:
         return jax.device_put(copies, self.sharding)
 
 
-def make_groups(stages: int, data_parallel: int, devices: Sequence[Any] | None) -> tuple[Group, ...]:
+def make_groups(
+    stages: int, data_parallel: int, devices: Sequence[Any] | None
+) -> tuple[Group, ...]:
     """Devices of each stage, stage by stage.
 
     Raises:

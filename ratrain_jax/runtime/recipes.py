@@ -93,6 +93,20 @@ class Recipes:
         types = (INDEX_TYPE, *self._types(op.reads))
         return Recipe(("forward", unit_key(self.code, unit), _shapes(types)), function, types)
 
+    def tie(self, waits: Sequence[int]) -> Recipe:
+        """Gives the microbatch's number back once other values exist: (number, zero, values) -> number.
+
+        The zero is an argument, so that the compiler cannot see that nothing is added.
+        """
+
+        def function(index: Any, zero: Any, *bundles: Bundle) -> Any:
+            for array in _flat(bundles):
+                index = index + (array.ravel()[0] > 0).astype(jnp.int32) * zero
+            return index
+
+        types = (INDEX_TYPE, INDEX_TYPE, *self._types(waits))
+        return Recipe(("tie", _shapes(types)), function, types)
+
     def backward(self, op: Backward) -> Recipe:
         unit = self.code.backward_unit(op.layers)
         layers = op.layers[1] - op.layers[0]
@@ -231,7 +245,10 @@ class Recipes:
         if not moved:
             return None, in_place
         types = tuple(
-            jax.ShapeDtypeStruct(_cut(code.master[params[j]].shape, axes[j], code.data_parallel), code.master[params[j]].dtype)
+            jax.ShapeDtypeStruct(
+                _cut(code.master[params[j]].shape, axes[j], code.data_parallel),
+                code.master[params[j]].dtype,
+            )
             for j in moved
         )
 

@@ -1,0 +1,291 @@
+"""A compiled step: callable, with the step's own arguments and results."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from ratrain_jax.errors import BatchError, StateError
+from ratrain_jax.lowering.program import Kind, Value
+from ratrain_jax.runtime.executables import Library
+from ratrain_jax.runtime.executors import Executors
+from ratrain_jax.runtime.groups import make_groups
+from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
+from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
+
+if TYPE_CHECKING:
+    from ratrain_jax.lowered import Lowered
+
+
+class Compiled:
+    """A step, compiled for its devices. Call it like the undecorated step.
+
+    Attributes:
+        lowered: what it was compiled from.
+        executables: how many distinct executables it runs.
+    """
+
+    def __init__(
+        self, lowered: Lowered, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        options = lowered.options
+        self.lowered = lowered
+        self._code, self._program = lowered.code, lowered.program
+        self._groups = make_groups(options.stages, options.data_parallel, options.devices)
+        library = Library(self._groups)
+        executors = Executors(self._code, self._program, self._groups, library)
+        self._plan = flatten(self._program, executors)
+        self._gathers = {
+            v: executors.gather(value.layer, value.stage)
+            for v, value in enumerate(self._program.values)
+            if v in set(self._program.inputs)
+            and value.kind is Kind.VIEW
+            and value.layer is not None
+        }
+        self._in_place = {
+            v: executors.recipes.gather(self._program.values[v].layer, self._program.values[v].stage)[1]
+            for v in self._gathers
+        }
+        self.executables = library.finish(progress)
+        self._link = concurrent.futures.ThreadPoolExecutor(1, "ratrain-link")
+        self._own = Ownership()
+        self._places = leaf_places(self._code)
+        self._inputs = [self._program.values[v] for v in self._program.inputs]
+        self._outputs = [self._program.values[v] for v in self._program.outputs]
+        self._reshapers = self._make_reshapers()
+        self._views: dict[tuple[int, int], tuple[tuple[Any, ...], Bundle]] = {}
+        self._replicas: dict[int, tuple[tuple[Any, ...], Bundle]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs one step.
+
+        Args:
+            *args: the step's arguments. Arrays of a state that an earlier call handed out are used up.
+
+        Returns:
+            What the step returns.
+
+        Raises:
+            StateError: the state has another tree, or leaves of other shapes, than what was compiled.
+            BatchError: the batch does.
+        """
+        tables = self._enter(args)
+        self._launch(tables)
+        return self._leave(tables)
+
+    def __repr__(self) -> str:
+        return f"<Compiled {self.lowered!r}, {self.executables} executables>"
+
+    def _launch(self, tables: Sequence[dict[int, Bundle]], watch: Any = None) -> None:
+        inboxes = (Inbox(), Inbox())
+        compute, link = self._plan.threads
+        future = self._link.submit(run, link, tables[LINK], inboxes[LINK], inboxes[COMPUTE], watch)
+        try:
+            run(compute, tables[COMPUTE], inboxes[COMPUTE], inboxes[LINK], watch)
+        except Stopped:
+            future.result()
+            raise
+        except BaseException:
+            concurrent.futures.wait([future])
+            raise
+        future.result()
+
+    # State and batch in.
+
+    def _enter(self, args: Sequence[Any]) -> tuple[dict[int, Bundle], dict[int, Bundle]]:
+        leaves = self._check(args)
+        states = self.lowered.signature.states
+        state, batch = leaves[:states], leaves[states:]
+        entered = self._enter_state(state)
+        table: dict[int, Bundle] = {}
+        for value in self._inputs:
+            table[value.id] = self._input(value, state, entered, batch, table)
+        compute, link = self._plan.inputs
+        return (
+            {v: table[v] for v in compute},
+            {v: table[v] for v in table if v in link or v not in compute},
+        )
+
+    def _check(self, args: Sequence[Any]) -> list[Any]:
+        signature = self.lowered.signature
+        state = jax.tree.structure(args[0]) if args else None
+        if state != signature.state:
+            raise StateError(
+                "the state has another structure than the one that was compiled; call the decorated step, which"
+                " compiles anew, or bring the state into the old structure."
+            )
+        if jax.tree.structure(tuple(args[1:])) != signature.batch:
+            raise BatchError(
+                "the batch has another structure than the one that was compiled; call the decorated step, which"
+                " compiles anew."
+            )
+        leaves = [leaf for arg in args for leaf in jax.tree.leaves(arg)]
+        for leaf, aval, name in zip(leaves, signature.avals, signature.names, strict=True):
+            shape = np.shape(leaf)
+            dtype = jax.typeof(leaf).dtype
+            if shape != aval.shape or dtype != aval.dtype:
+                kind = StateError if name.startswith("state") else BatchError
+                raise kind(
+                    f"{name} is {dtype}{list(shape)}, but the step was compiled for"
+                    f" {aval.dtype}{list(aval.shape)}; call the decorated step, which compiles anew."
+                )
+        return leaves
+
+    def _make_reshapers(self) -> dict[int, tuple[list[int], Reshaper]]:
+        """For each stage: the leaves that live there, and their reshapes."""
+        made = {}
+        for stage, group in enumerate(self._groups):
+            leaves = sorted(leaf for leaf, place in self._places.items() if place.stage == stage)
+            made[stage] = (leaves, Reshaper(group, [self._places[n].axis for n in leaves]))
+        return made
+
+    def _enter_state(self, state: Sequence[Any]) -> dict[int, Any]:
+        """Every leaf as it lies inside a step."""
+        entered: dict[int, Any] = {}
+        donate = self.lowered.options.donate_state
+        for leaves, reshaper in self._reshapers.values():
+            arrays = [state[n] for n in leaves]
+            foreign = [i for i, a in enumerate(arrays) if a not in self._own or not donate]
+            shardings = [reshaper.shardings[i] for i in foreign]
+            copies = private_copy([arrays[i] for i in foreign], shardings)
+            for i, copy in zip(foreign, copies, strict=True):
+                arrays[i] = copy
+            entered.update(zip(leaves, reshaper.enter(arrays), strict=True))
+        return entered
+
+    def _input(
+        self,
+        value: Value,
+        state: Sequence[Any],
+        entered: dict[int, Any],
+        batch: Sequence[Any],
+        table: dict[int, Bundle],
+    ) -> Bundle:
+        update = self._code.update
+        if value.kind is Kind.PARAMETERS and value.layer is not None:
+            return tuple(entered[n] for n in update.layers[value.layer].parameters)
+        if value.kind is Kind.OPTIMIZER and value.layer is not None:
+            return tuple(entered[n] for n in update.layers[value.layer].optimizer)
+        if value.kind is Kind.REPLICATED:
+            return self._replicated(value.stage, state, entered)
+        if value.kind is Kind.VIEW and value.layer is not None:
+            return self._view(value, value.layer, state, table)
+        return (self._operand(value, batch),)
+
+    def _replicated(self, stage: int, state: Sequence[Any], entered: dict[int, Any]) -> Bundle:
+        """State of no layer: each group has its own copy, kept from the last step if the leaves are the same."""
+        leaves = self._code.update.replicated
+        if stage == 0:
+            return tuple(entered[n] for n in leaves)
+        given, bundle = self._replicas.pop(stage, ((), ()))
+        wanted = tuple(state[n] for n in leaves)
+        if len(given) == len(wanted) and all(
+            ref() is w for ref, w in zip(given, wanted, strict=True)
+        ):
+            return bundle
+        return tuple(jax.device_put(entered[n], self._groups[stage].sharding) for n in leaves)
+
+    def _view(
+        self, value: Value, layer: int, state: Sequence[Any], table: dict[int, Bundle]
+    ) -> Bundle:
+        """A layer's view: the prefetched one if the leaves are those handed out with it."""
+        update = self._code.update.layers[layer]
+        given, bundle = self._views.pop((value.stage, layer), ((), ()))
+        wanted = tuple(state[n] for n in update.parameters)
+        fresh = len(given) == len(wanted) and all(
+            ref() is w for ref, w in zip(given, wanted, strict=True)
+        )
+        shards = next(
+            table[v.id] for v in self._inputs if v.kind is Kind.PARAMETERS and v.layer == layer
+        )
+        if not fresh:
+            return self._gathers[value.id](shards)
+        seen = self._in_place[value.id]
+        if not any(seen):
+            return bundle
+        return tuple(s if p else b for p, s, b in zip(seen, shards, bundle, strict=True))
+
+    def _operand(self, value: Value, batch: Sequence[Any]) -> Any:
+        """A leaf of the batch where it is read: each rank's rows, or a whole copy."""
+        code, states = self._code, self.lowered.signature.states
+        group = self._groups[value.stage]
+        if value.name.startswith("argument"):
+            return group.put_whole(_array(batch[int(value.name[8:]) - states]))
+        operand = next(o for o in code.regions.operands if o.name == value.name)
+        array = _array(batch[(operand.argument or 0) - states])
+        if not operand.split:
+            return group.put_whole(array)
+        d, m = code.data_parallel, code.microbatches
+        return group.put_rows(array.reshape(d, m, array.shape[0] // (d * m), *array.shape[1:]))
+
+    # State and results out.
+
+    def _leave(self, tables: Sequence[dict[int, Bundle]]) -> Any:
+        signature = self.lowered.signature
+        made = {v.id: tables[self._plan.results[v.id]][v.id] for v in self._outputs}
+        inside: dict[int, Any] = {}
+        results: dict[int, Any] = {}
+        code = self._code
+        for value in self._outputs:
+            bundle = made[value.id]
+            if value.kind is Kind.PARAMETERS and value.layer is not None:
+                inside.update(zip(code.update.layers[value.layer].parameters, bundle, strict=True))
+            elif value.kind is Kind.OPTIMIZER and value.layer is not None:
+                inside.update(zip(code.update.layers[value.layer].optimizer, bundle, strict=True))
+            elif value.kind is Kind.REPLICATED and value.stage == 0:
+                inside.update(zip(code.update.replicated, bundle, strict=True))
+            elif value.kind is Kind.METRICS:
+                results.update(self._metrics(value, bundle))
+        if signature.has_state:
+            results.update(self._leave_state(inside))
+            self._keep_ahead(made, results)
+        return signature.result.unflatten([results[n] for n in range(len(results))])
+
+    def _leave_state(self, inside: dict[int, Any]) -> dict[int, Any]:
+        out: dict[int, Any] = {}
+        for leaves, reshaper in self._reshapers.values():
+            out.update(zip(leaves, reshaper.leave([inside[n] for n in leaves]), strict=True))
+        self._own.add(list(out.values()))
+        return out
+
+    def _keep_ahead(self, made: dict[int, Bundle], results: dict[int, Any]) -> None:
+        """Remembers views and replicas for a next step that starts from these very arrays."""
+        update = self._code.update
+        for value in self._outputs:
+            if value.kind is Kind.VIEW and value.layer is not None:
+                leaves = update.layers[value.layer].parameters
+                refs = tuple(weakref.ref(results[n]) for n in leaves)
+                self._views[value.stage, value.layer] = (refs, made[value.id])
+            elif value.kind is Kind.REPLICATED and value.stage > 0:
+                refs = tuple(weakref.ref(results[n]) for n in update.replicated)
+                self._replicas[value.stage] = (refs, made[value.id])
+
+    def _metrics(self, value: Value, bundle: Bundle) -> dict[int, Any]:
+        code = self._code
+        group = self._groups[value.stage]
+        if value.layer is not None:
+            outputs = code.update.layers[value.layer].outputs
+            shapes = [code.regions.step.outvars[o].aval.shape for o in outputs]
+            axes = [code.axis(shape) for shape in shapes]
+        else:
+            outputs = code.update.metrics_outputs
+            axes = [None] * len(outputs)
+        return dict(zip(outputs, Reshaper(group, axes).leave(bundle), strict=True))
+
+
+def _array(leaf: Any) -> Any:
+    """A leaf of the batch as an array that may be cut; typed keys stay JAX arrays."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    dtype = jax.typeof(leaf).dtype
+    return np.array(leaf, dtype=dtype)
+
+
+def compile_lowered(lowered: Lowered) -> Compiled:
+    """Compiles a lowered step."""
+    return Compiled(lowered)

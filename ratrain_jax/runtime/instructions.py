@@ -1,0 +1,180 @@
+"""Turns a program into two flat lists of instructions, one a launching thread.
+
+The compute thread launches the compute ops of all stages, the link thread everything else. Each thread keeps its own
+table of values. A value that the other thread reads is handed over through a queue, in the order in which it is made; a `Free`
+clears it from both tables. Launching is asynchronous: an instruction returns when its work is queued on the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ratrain_jax.lowering.program import (
+    Backward,
+    Forward,
+    Free,
+    Op,
+    Program,
+    Prologue,
+    Recover,
+    ZeroGradient,
+)
+from ratrain_jax.runtime.merge import launch_order
+
+Bundle = tuple[Any, ...]
+Execute = Callable[[Sequence[Bundle]], Sequence[Bundle]]
+
+COMPUTE, LINK = 0, 1
+THREAD_OF: dict[type[Op], int] = {
+    op: COMPUTE for op in (Prologue, Forward, Recover, Backward, ZeroGradient)
+}
+
+
+class Stopped(Exception):
+    """The other thread failed; its error is the one to raise."""
+
+
+@dataclasses.dataclass(slots=True)
+class Instruction:
+    """One launch.
+
+    Attributes:
+        op: what it launches.
+        execute: takes the bundles of `reads`, gives those of `writes`.
+        reads: values it reads, then those it waits for.
+        writes: values it makes.
+        needs: values it must have from the other thread first.
+        hands: values it hands to the other thread.
+        clears: values that this thread forgets afterwards.
+    """
+
+    op: Op
+    execute: Execute
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    needs: tuple[int, ...] = ()
+    hands: tuple[int, ...] = ()
+    clears: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """The instructions of one program.
+
+    Attributes:
+        threads: the compute thread's list and the link thread's.
+        inputs: the entry values that each thread reads.
+        results: for each output, the thread that holds it.
+    """
+
+    threads: tuple[list[Instruction], list[Instruction]]
+    inputs: tuple[frozenset[int], frozenset[int]]
+    results: dict[int, int]
+
+
+def flatten(program: Program, executes: Callable[[Op], Execute]) -> Plan:
+    """Makes the instructions of a program.
+
+    Args:
+        program: a verified program.
+        executes: gives what an op runs.
+    """
+    threads: tuple[list[Instruction], list[Instruction]] = ([], [])
+    maker: dict[int, Instruction] = {}
+    thread_of: dict[int, int] = {}
+    holds: tuple[set[int], set[int]] = (set(), set())
+    entry: tuple[set[int], set[int]] = (set(), set())
+    clears: dict[int, list[int]] = {}
+    for op in launch_order(program):
+        if isinstance(op, Free):
+            for thread in (COMPUTE, LINK):
+                if op.reads[0] in holds[thread] and threads[thread]:
+                    clears.setdefault(id(threads[thread][-1]), []).append(op.reads[0])
+            continue
+        thread = THREAD_OF.get(type(op), LINK)
+        instruction = Instruction(op, executes(op), (*op.reads, *op.waits), op.writes)
+        needs = []
+        for value in (*op.reads, *op.waits):
+            if value in holds[thread]:
+                continue
+            holds[thread].add(value)
+            if value in maker:
+                needs.append(value)
+                giver = maker[value]
+                giver.hands = (*giver.hands, value)
+            else:
+                entry[thread].add(value)
+        instruction.needs = tuple(needs)
+        for value in op.writes:
+            maker[value] = instruction
+            thread_of[value] = thread
+            holds[thread].add(value)
+        instruction.clears = op.donates
+        threads[thread].append(instruction)
+    for instructions in threads:
+        for instruction in instructions:
+            extra = clears.get(id(instruction), ())
+            instruction.clears = tuple(dict.fromkeys((*instruction.clears, *extra)))
+    results = {value: thread_of.get(value, LINK) for value in program.outputs}
+    return Plan(threads, (frozenset(entry[0]), frozenset(entry[1])), results)
+
+
+class Inbox:
+    """What one thread takes from the other."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, Bundle] | None] = queue.SimpleQueue()
+
+    def put(self, value: int, bundle: Bundle) -> None:
+        self._queue.put((value, bundle))
+
+    def stop(self) -> None:
+        """Tells the reader that nothing more will come."""
+        self._queue.put(None)
+
+    def fetch(self, value: int, table: dict[int, Bundle]) -> None:
+        """Takes what comes until `value` is in the table."""
+        while value not in table:
+            item = self._queue.get()
+            if item is None:
+                raise Stopped
+            table[item[0]] = item[1]
+
+
+def run(
+    instructions: Sequence[Instruction],
+    table: dict[int, Bundle],
+    inbox: Inbox,
+    other: Inbox,
+    watch: Callable[[Instruction, Sequence[Bundle]], None] | None = None,
+) -> None:
+    """Launches a thread's instructions in order.
+
+    Args:
+        instructions: what to launch.
+        table: the thread's values; starts with its inputs.
+        inbox: what the other thread hands over.
+        other: the other thread's inbox.
+        watch: called after each launch with what it made.
+    """
+    try:
+        for instruction in instructions:
+            for value in instruction.needs:
+                if value not in table:
+                    inbox.fetch(value, table)
+            made = instruction.execute([table[value] for value in instruction.reads])
+            table.update(zip(instruction.writes, made, strict=True))
+            for value in instruction.hands:
+                other.put(value, table[value])
+            if watch is not None:
+                watch(instruction, made)
+            for value in instruction.clears:
+                table.pop(value, None)
+    except BaseException:
+        other.stop()
+        raise
