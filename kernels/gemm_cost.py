@@ -116,7 +116,7 @@ def compute_cycles(
     panels = ceil_div(depth, plan.k_a)
     whole, rest = own_cols // width, own_cols % width
     edge_n = ceil_div(rest, ceil_div(width, plan.n))
-    # In the "dot" flow one step takes a whole vector of K, and each panel rounds up by itself.
+    # A step of the "dot" flow and a transposition take whole vectors of K; each panel rounds up.
     lanes = accelerator.lanes(gemm.bytes)
     vectors = depth // plan.k_a * ceil_div(plan.k_a, lanes) + ceil_div(depth % plan.k_a, lanes)
     steps = np.where(plan.dot, vectors, depth)
@@ -129,9 +129,8 @@ def compute_cycles(
     cycles = ceil_div(own_rows, plan.m) * columns
     if gemm.form == "nt":
         loads = panel_loads(rows, depth, plan, accelerator.cores)
-        cycles = cycles + (1 - plan.dot) * loads * transpose_cycles(
-            depth, own_cols, gemm, accelerator
-        )
+        turned = transpose_cycles(lanes * vectors, own_cols, gemm, accelerator)
+        cycles = cycles + (1 - plan.dot) * loads * turned
     whole_tiles, rest_rows = own_rows // plan.m_a, own_rows % plan.m_a
     strips = whole_tiles * ceil_div(plan.m_a, plan.m_s) + ceil_div(rest_rows, plan.m_s)
     return cycles, strips * panels * accelerator.dma_start_cycles
