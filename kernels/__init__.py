@@ -2,6 +2,9 @@
 
 from ratrain_jax.kernels.cost import KernelCost as KernelCost
 from ratrain_jax.kernels.cost import cost_gemm as cost_gemm
+from ratrain_jax.kernels.dot_general import gemm_of as gemm_of
+from ratrain_jax.kernels.dot_general import vmac_dot_general as vmac_dot_general
+from ratrain_jax.kernels.emulator import emulate_gemm as emulate_gemm
 from ratrain_jax.kernels.gemm_plan import plan_gemm as plan_gemm
 from ratrain_jax.kernels.machine import Accelerator as Accelerator
 from ratrain_jax.kernels.machine import Latencies as Latencies
