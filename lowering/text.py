@@ -2,13 +2,14 @@
 
 It has a header with the settings, the tables (layers, variables, operands, reductions, values with
 their bytes), the inputs and outputs, then one section a stage with one op a line in the form that
-`mnemonics` defines. `#` begins a comment; layers are written `L2`, variables `x3`, operands `o1`,
-values `%17`, microbatches `i4`, phases `k1`, stages `s0`.
+`mnemonics` defines. `#` begins a comment, and `{…}` is one; layers are written `L2`, variables
+`x3`, operands `o1`, values `%17`, microbatches `i4`, phases `k1`, stages `s0`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -98,7 +99,7 @@ def _setting(value: Any) -> str:
 
 _LAYER_HEAD = (
     *("layer", "name", "stage", "block", "phase", "residuals", "flops", "seconds", "fingerprint"),
-    "parameters and variables",
+    "variables and parameters",
 )
 
 
@@ -118,10 +119,6 @@ def _layer(number: int, layer: LayerInfo) -> tuple[str, ...]:
 
 
 def _clauses(layer: LayerInfo) -> Iterator[str]:
-    if layer.parameters:
-        yield f"owns({' '.join(map(quoted, layer.parameters))})"
-    for owner, names in layer.borrows:
-        yield f"borrows({' '.join((f'L{owner}', *map(quoted, names)))})"
     lists = (
         ("reads", layer.inputs, layer.operands),
         ("makes", layer.outputs, ()),
@@ -131,6 +128,10 @@ def _clauses(layer: LayerInfo) -> Iterator[str]:
         items = [*(f"x{number}" for number in variables), *(f"o{number}" for number in operands)]
         if items:
             yield f"{word}({' '.join(items)})"
+    for owner, names in layer.borrows:
+        yield f"borrows({' '.join((f'L{owner}', *map(quoted, names)))})"
+    if layer.parameters:
+        yield f"owns({' '.join(map(quoted, layer.parameters))})"
 
 
 _VARIABLE_HEAD = ("variable", "array", "role", "gradient", "from -> to")
@@ -167,11 +168,12 @@ def _reduction(reduction: Reduction) -> str:
     return f"k{reduction.phase}  from{layers}{loss} ->{stages}"
 
 
-_VALUE_HEAD = ("value", "kind", "name", "home", "layer", "microbatch", "arrays")
+_VALUE_HEAD = ("value", "kind", "name", "home", "layer", "microbatch", "bytes", "arrays")
 
 
 def _value(value: Value) -> tuple[str, ...]:
-    arrays = " ".join(map(array_token, value.arrays))
+    runs = ((array_token(a), len(list(same))) for a, same in itertools.groupby(value.arrays))
+    arrays = " ".join(token if count == 1 else f"{token} x {count}" for token, count in runs)
     aliased = f" aliased {value.aliased}" if value.aliased else ""
     return (
         f"%{value.id}",
@@ -180,7 +182,8 @@ def _value(value: Value) -> tuple[str, ...]:
         f"s{value.stage}",
         "-" if value.layer is None else f"L{value.layer}",
         "-" if value.microbatch is None else f"i{value.microbatch}",
-        f"{arrays}{aliased}  # {readable_bytes(value.bytes)}".lstrip(),
+        f"{{{readable_bytes(value.bytes)}}}",
+        f"{arrays}{aliased}".lstrip(),
     )
 
 

@@ -39,6 +39,7 @@ _MICROBATCH = re.compile("i" + _NUMBER)
 _AT = re.compile("@" + _NUMBER)
 _FLOAT = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf)")
 _MAX_DIGITS: Final = 400  # more are no floating-point number
+_MOST_ARRAYS: Final = 1_000_000  # a typing error must not fill the memory
 
 
 def parse(text: str) -> Program:
@@ -203,13 +204,13 @@ def _layer(cursor: Cursor) -> LayerInfo:
     flops = cursor.integer("floating-point operations")
     seconds = _seconds(cursor)
     fingerprint = cursor.name("a fingerprint")
-    parameters = _clause(cursor, "owns", _names)
-    borrows = []
-    while (borrow := _clause(cursor, "borrows", _borrow)) is not None:
-        borrows.append(borrow)
     inputs, operands = _clause(cursor, "reads", _mixed) or ((), ())
     outputs = _clause(cursor, "makes", lambda inner: inner.many(_VARIABLE))
     needed = _clause(cursor, "backward", _mixed) or ((), ())
+    borrows = []
+    while (borrow := _clause(cursor, "borrows", _borrow)) is not None:
+        borrows.append(borrow)
+    parameters = _clause(cursor, "owns", _names)
     return LayerInfo(
         name=name,
         stage=stage,
@@ -301,7 +302,10 @@ def _value(cursor: Cursor, _number: int) -> Value:
     )
     arrays = []
     while (array := cursor.array()) is not None:
-        arrays.append(array)
+        count = cursor.integer("how many such arrays") if cursor.accept("x") else 1
+        if count > _MOST_ARRAYS:
+            cursor.fail(f"at most {_MOST_ARRAYS} arrays of a kind before here")
+        arrays.extend([array] * count)
     aliased = cursor.integer("aliased bytes") if cursor.accept("aliased") else 0
     return Value(number, kind, name, tuple(arrays), stage, layer, microbatch, aliased)
 

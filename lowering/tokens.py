@@ -1,8 +1,8 @@
 """Reading a line token by token: what the text form of a program is parsed with.
 
-A token is a JSON string, a parenthesis, or a run of other characters without blanks; `#` begins a
-comment. Every error is a `ProgramFormatError` with the number of the line, what was expected there
-and what stood there instead.
+A token is a JSON string, a parenthesis, or a run of other characters without blanks. What stands
+in braces is a note, and `#` begins a comment; both are passed over. Every error is a
+`ProgramFormatError` with the number of the line, what was expected there and what stood there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ratrain_jax.errors import ProgramFormatError
 
 from .program import ArrayType, itemsize
 
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()]|#.*|[^\s()"#]+|"')
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()]|\{[^}]*\}|#.*|[^\s()"#{]+|["{]')
+_PASSED_OVER = ("#", "{")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./'\[\]:+-]*")
 INT = re.compile(r"-?[0-9]{1,40}")
 _SHOWN: Final = 60  # characters of a faulty text that a message repeats
@@ -79,7 +80,9 @@ class Cursor:
     def __init__(self, text: str, line: int) -> None:
         self.line = line
         self.place = 0
-        self.tokens: Sequence[str] = [t for t in _TOKEN.findall(text) if t[0] != "#"]
+        self.tokens: Sequence[str] = [
+            token for token in _TOKEN.findall(text) if not token.startswith(_PASSED_OVER)
+        ]
 
     @property
     def peek(self) -> str:

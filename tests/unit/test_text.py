@@ -1,5 +1,6 @@
 """The text form: read back to an equal program, legible, and errors with line and expectation."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import strategies as st
 
 from ratrain_jax.errors import ProgramFormatError
 from ratrain_jax.lowering.mnemonics import op_label, op_line
-from ratrain_jax.lowering.program import Backward, GradSync, Program, SendActivation, Settings
+from ratrain_jax.lowering.program import (
+    ArrayType,
+    Backward,
+    GradSync,
+    Kind,
+    Program,
+    SendActivation,
+    Settings,
+    Value,
+)
 from ratrain_jax.lowering.text import as_text, parse, readable_bytes
 from tests.strategies import ops, programs
 
@@ -43,6 +53,14 @@ def test_what_is_sent_once_a_step_has_no_microbatch():
 )
 def test_bytes_are_readable(count, text):
     assert readable_bytes(count) == text
+
+
+def test_equal_arrays_are_written_once_and_bytes_are_a_note():
+    arrays = (ArrayType((2,), "float32"),) * 3
+    value = Value(0, Kind.VIEW, "w", arrays, 0, layer=1, aliased=8)
+    text = as_text(dataclasses.replace(EMPTY, values=(value,)))
+    assert "%0       view  w     s0    L1     -           {16 B}  f32[2] x 3 aliased 8" in text
+    assert parse(text.replace("{16 B}", "{a note}")).values == (value,)
 
 
 def test_blank_lines_comments_and_spacing_are_free():
