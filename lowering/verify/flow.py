@@ -48,9 +48,12 @@ def check_flow(shape: Shape) -> None:
     tags: list[Tag | None] = [None] * len(program.values)
     _tag_inputs(shape, tags)
     roles = _Roles(shape, tags)
-    places = [(s, n) for s, ops in enumerate(program.order) for n in range(len(ops))]
-    ops = [(place, program.order[place[0]][place[1]]) for place in places]
-    ops = [(at, op) for at, op in ops if not isinstance(op, Free) and op.stage == at[0]]
+    ops = [
+        ((stage, index), op)
+        for stage, ops in enumerate(program.order)
+        for index, op in enumerate(ops)
+        if op.stage == stage and not isinstance(op, Free)
+    ]
     writers: dict[int, Place] = {}
     for last in (False, True):
         for at, op in ops:

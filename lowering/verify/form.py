@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 from ratrain_jax.lowering.program import (
     Backward,
@@ -19,7 +19,8 @@ from ratrain_jax.lowering.program import (
     PrefetchView,
     Program,
     Recover,
-    Send,
+    SendActivation,
+    SendGradient,
     UpdateShard,
     ZeroGradient,
 )
@@ -185,51 +186,92 @@ def _values(program: Program) -> Iterator[str]:
 
 def _op(program: Program, op: Op, stage: int) -> Iterator[str]:
     stages = op.stages
+    if len(stages) == 1:
+        if stages[0] != stage:
+            yield f"stands in the list of stage {stage}"
+    else:
+        yield from _group(program, op, stage)
+    named = (*op.reads, *op.writes, *op.waits)
+    if named and not (min(named) >= 0 and max(named) < len(program.values)):
+        yield "names a value that does not exist"
+    if isinstance(op, Free):
+        if len(op.reads) != 1 or op.writes or op.donates or op.waits:
+            yield "must read one value and do nothing else"
+        return
+    if len(set(op.writes)) != len(op.writes):
+        yield "writes a value twice"
+    if op.donates and (
+        not set(op.donates) <= set(op.reads) or len(set(op.donates)) != len(op.donates)
+    ):
+        yield "donates a value twice, or one that it does not read"
+    if op.waits and not isinstance(op, Recover):
+        yield "waits for a value; only Recover may"
+    check = _ATTRIBUTES.get(type(op))
+    if check is not None:
+        yield from check(program, op)
+
+
+def _group(program: Program, op: Op, stage: int) -> Iterator[str]:
+    stages = op.stages
     if not all(0 <= s < len(program.order) for s in stages) or len(set(stages)) != len(stages):
         yield f"runs on stages {', '.join(map(str, stages))}, some of which do not exist or repeat"
     if stage not in stages:
         yield f"stands in the list of stage {stage}"
-    if stages and isinstance(op, GlobalReduce) and op.stage != stages[0]:
+    elif isinstance(op, GlobalReduce) and op.stage != stages[0]:
         yield f"belongs to stage {op.stage}, not to the first of its group"
-    for number in (*op.reads, *op.writes, *op.donates, *op.waits):
-        if not _in(number, program.values):
-            yield f"names %{number}, which does not exist"
-    if len(set(op.writes)) != len(op.writes) or len(set(op.donates)) != len(op.donates):
-        yield "writes or donates a value twice"
-    if not set(op.donates) <= set(op.reads):
-        yield "donates a value that it does not read"
-    if op.waits and not isinstance(op, Recover):
-        yield "waits for a value; only Recover may"
-    if isinstance(op, Free) and (len(op.reads) != 1 or op.writes or op.donates):
-        yield "must read one value and do nothing else"
-    yield from _attributes(program, op)
 
 
-def _attributes(program: Program, op: Op) -> Iterator[str]:
-    match op:
-        case Forward() | Recover() | Backward():
-            first, last = op.layers
-            if not 0 <= first < last <= len(program.layers):
-                yield f"covers layers {first} to {last}, which do not exist"
-                return
-            blocks = {(layer.stage, layer.block) for layer in program.layers[first:last]}
-            if len(blocks) > 1 or program.layers[first].stage != op.stage:
-                yield "covers layers of several blocks or of another stage"
-            if not _is_microbatch(program, op.microbatch):
-                yield f"is for microbatch {op.microbatch}, which does not exist"
-        case ZeroGradient() | Borrow() | GradSync() | PrefetchView() | UpdateShard():
-            if op.layer is not None and not _in(op.layer, program.layers):
-                yield f"is for L{op.layer}, which does not exist"
-    match op:
-        case Send() | GradSync():
-            if op.microbatch is not None and not _is_microbatch(program, op.microbatch):
-                yield f"is for microbatch {op.microbatch}, which does not exist"
-        case GlobalReduce():
-            if not 1 <= op.phase <= len(program.reductions) or not op.group:
-                yield f"is reduction {op.phase}, of {len(program.reductions)}, or has no group"
-        case UpdateShard():
-            if not 0 <= op.phase <= len(program.reductions):
-                yield f"has phase {op.phase}, with {len(program.reductions)} reductions"
+def _of_unit(program: Program, op: Any) -> Iterator[str]:
+    layers, (first, last) = program.layers, op.layers
+    if not 0 <= first < last <= len(layers):
+        yield f"covers layers {first} to {last}, which do not exist"
+        return
+    begin, end = layers[first], layers[last - 1]
+    if begin.stage != op.stage or end.stage != op.stage or begin.block != end.block:
+        yield "covers layers of several blocks or of another stage"
+    if not _is_microbatch(program, op.microbatch):
+        yield f"is for microbatch {op.microbatch}, which does not exist"
+
+
+def _of_layer(program: Program, op: Any) -> Iterator[str]:
+    if op.layer is not None and not _in(op.layer, program.layers):
+        yield f"is for L{op.layer}, which does not exist"
+
+
+def _of_microbatch(program: Program, op: Any) -> Iterator[str]:
+    if op.microbatch is not None and not _is_microbatch(program, op.microbatch):
+        yield f"is for microbatch {op.microbatch}, which does not exist"
+
+
+def _of_sync(program: Program, op: Any) -> Iterator[str]:
+    yield from _of_layer(program, op)
+    yield from _of_microbatch(program, op)
+
+
+def _of_reduction(program: Program, op: Any) -> Iterator[str]:
+    if not 1 <= op.phase <= len(program.reductions):
+        yield f"is reduction {op.phase}, of {len(program.reductions)}"
+
+
+def _of_update(program: Program, op: Any) -> Iterator[str]:
+    yield from _of_layer(program, op)
+    if not 0 <= op.phase <= len(program.reductions):
+        yield f"has phase {op.phase}, with {len(program.reductions)} reductions"
+
+
+_ATTRIBUTES: Final[dict[type[Op], Callable[[Program, Any], Iterator[str]]]] = {
+    Forward: _of_unit,
+    Recover: _of_unit,
+    Backward: _of_unit,
+    ZeroGradient: _of_layer,
+    SendActivation: _of_microbatch,
+    SendGradient: _of_microbatch,
+    Borrow: _of_layer,
+    GradSync: _of_sync,
+    GlobalReduce: _of_reduction,
+    UpdateShard: _of_update,
+    PrefetchView: _of_layer,
+}
 
 
 def _in(number: int, table: tuple[object, ...]) -> bool:

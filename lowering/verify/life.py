@@ -37,37 +37,42 @@ class _Lives:
 
     def follow(self, at: Place, op: Op) -> None:
         """Applies one op of a stage's list."""
-        stage = at[0]
-        for number in (*op.reads, *op.waits, *op.writes):
-            self._check_home(at, op, number)
+        stage, values, frees = at[0], self.program.values, isinstance(op, Free)
         for number in (*op.reads, *op.waits):
-            if self.program.values[number].stage == stage:
-                self._check_alive(at, op, number)
-        ended = op.reads if isinstance(op, Free) else op.donates
-        for number in ended:
-            if self.program.values[number].stage == stage:
+            home = values[number].stage
+            if home == stage:
+                if number not in self.born or number in self.dead:
+                    self._refuse_read(at, op, number)
+                if number in self.sources and not frees:
+                    self._check_source(at, op, number)
+            elif home not in op.stages:
+                self._refuse_home(at, op, number)
+        for number in op.reads if frees else op.donates:
+            if values[number].stage == stage:
                 self.dead[number] = at
         for number in op.writes:
-            if self.program.values[number].stage == stage:
+            home = values[number].stage
+            if home == stage:
                 self.born[number] = at
+            elif home not in op.stages:
+                self._refuse_home(at, op, number)
 
-    def _check_home(self, at: Place, op: Op, number: int) -> None:
-        stage = self.program.values[number].stage
-        if stage not in op.stages:
-            what = (
-                f"{named_op(op)} names {named_value(self.program, number)}, which lives elsewhere."
-            )
-            refuse(self.program, what, "Send the value, or name its copy on this stage.", at)
+    def _refuse_home(self, at: Place, op: Op, number: int) -> None:
+        what = f"{named_op(op)} names {named_value(self.program, number)}, which lives elsewhere."
+        refuse(self.program, what, "Send the value, or name its copy on this stage.", at)
 
-    def _check_alive(self, at: Place, op: Op, number: int) -> None:
+    def _refuse_read(self, at: Place, op: Op, number: int) -> None:
         name = named_value(self.program, number)
         if number not in self.born:
             what = f"{named_op(op)} reads {name} before it is written."
             refuse(self.program, what, "Move it behind the op that writes the value.", at)
-        if number in self.dead:
-            self._refuse_dead(at, op, number, name)
-        source = self.sources.get(number)
-        if source in self.dead and not isinstance(op, Free):
+        self._refuse_dead(at, op, number, name)
+
+    def _check_source(self, at: Place, op: Op, number: int) -> None:
+        """A view may not be read when the parameters that hold its buffers were donated."""
+        source = self.sources[number]
+        if source in self.dead:
+            name = named_value(self.program, number)
             what = (
                 f"{named_op(op)} reads {name}, whose buffers are those of %{source}, which"
                 f" {self._end(source)}."
