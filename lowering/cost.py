@@ -1,14 +1,16 @@
 """Counts the floating-point operations and bytes of equations, from shapes alone.
 
 Terms.
-    **FLOPs** are exact for dots and convolutions (a multiply and an add each; taps that fall on padding or on the holes of a
-    dilated input are not counted). Elementwise work is one FLOP an element, whatever the function; a reduction is one FLOP
-    an element that it reads; what only moves or renames data has none. A scan counts its body `length` times, a `cond`
-    its dearest branch, a `while` its condition and body once, for its number of turns is not known.
+    **FLOPs** are exact for dots and convolutions (a multiply and an add each; taps that fall on
+    padding or on the holes of a dilated input are not counted). Elementwise work is one FLOP an
+    element, whatever the function; a reduction is one FLOP an element that it reads; what only
+    moves or renames data has none. A scan counts its body `length` times, a `cond` its dearest
+    branch, a `while` its condition and body once, for its number of turns is not known.
 
-    **Bytes** are what main memory sends and takes. An equation alone reads its inputs and writes its outputs. Among others
-    it may be **fused**: an elementwise result that only elementwise equations and reductions read is never stored, and a
-    stored value is read once by all the elementwise equations that read it.
+    **Bytes** are what main memory sends and takes. An equation alone reads its inputs and writes
+    its outputs. Among others it may be **fused**: an elementwise result that only elementwise
+    equations and reductions read is never stored, and a stored value is read once by all the
+    elementwise equations that read it. A gather or a slice reads what it picks.
 """
 
 from __future__ import annotations
@@ -75,16 +77,23 @@ def equation_costs(eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> list[Cost]:
         if _has_inner(eqn) and not _fuses(eqn):
             costs.append(_inner_cost(eqn))
             continue
-        moved = 0
-        for var in {atom for atom in eqn.invars if is_var(atom) and atom in stored}:
-            if _fuses(eqn):
-                if var in streamed:
-                    continue
-                streamed.add(var)
-            moved += aval_bytes(var.aval)
+        reads = {atom for atom in eqn.invars if is_var(atom) and atom in stored}
+        if eqn.primitive.name in _PARTIAL:
+            moved = sum(_bytes_picked(eqn, var) for var in reads)
+        elif _fuses(eqn):
+            moved = sum(aval_bytes(var.aval) for var in reads - streamed)
+            streamed |= reads
+        else:
+            moved = sum(aval_bytes(var.aval) for var in reads)
         moved += sum(aval_bytes(var.aval) for var in eqn.outvars if var in stored)
         costs.append(Cost(_flops(eqn), moved))
     return costs
+
+
+def _bytes_picked(eqn: Eqn, var: Var) -> int:
+    """Bytes that an equation that picks some elements of its first input reads of one input."""
+    whole = aval_bytes(var.aval)
+    return min(whole, aval_bytes(eqn.outvars[0].aval)) if var is eqn.invars[0] else whole
 
 
 def jaxpr_cost(closed: jex.ClosedJaxpr) -> Cost:
@@ -106,12 +115,14 @@ def jaxpr_cost(closed: jex.ClosedJaxpr) -> Cost:
 
 
 def equation_seconds(eqn: Eqn, cost: Cost, machine: Machine) -> float:
-    """Roofline seconds of an equation that was found to cost `cost`, at the rate of its own dtype."""
+    """Roofline seconds of an equation of known cost, at the rate of its own dtype."""
     return machine.roofline_seconds(cost.flops, cost.bytes, _compute_dtype(eqn))
 
 
 def jaxpr_seconds(closed: jex.ClosedJaxpr, machine: Machine) -> float:
-    """Roofline seconds of a whole jaxpr: the sum over its equations, each bound by arithmetic or by memory.
+    """Roofline seconds of a whole jaxpr.
+
+    They are the sum over its equations, each bound by arithmetic or by memory.
 
     Args:
         closed: any closed jaxpr.
@@ -212,9 +223,8 @@ def _flops(eqn: Eqn) -> int:
 
 
 def _compute_dtype(eqn: Eqn) -> str:
-    """The dtype that sets the arithmetic rate: of the operands of the first dot, else of the first float input."""
-    dots = _first_dot(eqn)
-    for atom in (dots or eqn).invars:
+    """The dtype that sets the arithmetic rate: of the first dot's operands, else of the inputs."""
+    for atom in (_first_dot(eqn) or eqn).invars:
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
             return dtype.name
@@ -333,6 +343,7 @@ _MOVES = (
     "stop_gradient",
     "transpose",
 )
+_PARTIAL = frozenset({"dynamic_slice", "gather", "slice"})
 _DOTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"})
 
 _FLOPS: dict[str, Callable[[Eqn], int]] = {

@@ -1,19 +1,22 @@
 """Chooses where a loss is cut into layers.
 
 Terms.
-    A **place** is a number of main equations: a cut at place p parts the first p of them from the rest. A **group** is a
-    node of the parameter tree: the parameters whose paths begin alike. A cut **weighs** the bytes of main values that
-    live across it. A layer is **coarse** if it costs more than half of what each stage gets of an even split.
+    A **place** is a number of main equations: a cut at place p parts the first p of them from the
+    rest. A **group** is a node of the parameter tree: the parameters whose paths begin alike. A cut
+    **weighs** the bytes of main values that live across it. A layer is **coarse** if it costs more
+    than half of what each stage gets of an even split.
 
 The rule.
-    1. Order the groups at the top of the tree by their first read. Cut between the last read of a group that comes before
-       the next group's first read, and that first read, where the fewest bytes live (the earliest such place).
-    2. While a cut weighs more than `DEARER` × its lighter neighbour and more than `stages` layers would remain, remove
-       the heaviest such cut, unless that would join layers into a coarse one.
-    3. Open a coarse group into its children: cut between them as between groups, but only where it weighs no
-       more than the heavier end of the group's layer. Repeat with what is still coarse.
-    4. Join a layer of less than `TRIFLE` of an even share with the next one (the last with the one before), while more
-       than `stages` layers remain.
+    1. Order the groups at the top of the tree by their first read. Cut between the last read of a
+       group that comes before the next group's first read, and that first read, where the fewest
+       bytes live (the earliest such place).
+    2. While a cut weighs more than `DEARER` × its lighter neighbour and more than `stages` layers
+       would remain, remove the heaviest such cut, unless that would join layers into a coarse one.
+    3. Open a coarse group into its children: cut between them as between groups, but only where it
+       weighs no more than the heavier end of the group's layer, or, if that layer costs more than
+       an even share, no more than the lightest such cut. Repeat with what is still coarse.
+    4. Join a layer of less than `TRIFLE` of an even share with the next one (the last with the one
+       before), while more than `stages` layers remain.
 
 A layer is named after the group with which it begins.
 """
@@ -41,7 +44,8 @@ class Costs:
     """What the main equations cost and weigh.
 
     Attributes:
-        seconds: seconds of all equations before each place, side equations counted with their first reader.
+        seconds: seconds of all equations before each place, side equations counted with their first
+            reader.
         live: weight of a cut at each place.
         stages: how many stages the layers will be balanced into.
     """
@@ -161,7 +165,8 @@ def marked_spans(marks: Sequence[tuple[str, int]], first: str, end: int) -> list
     for name in names:
         if names.count(name) > 1:
             raise OptionError(
-                f"two layers are marked {name!r}. Give every ratrain_jax.layer of a step its own name."
+                f"two layers are marked {name!r}. Give every ratrain_jax.layer of a step a name of"
+                " its own."
             )
     while first in names:
         first += "/input"

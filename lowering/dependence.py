@@ -1,10 +1,11 @@
 """Sorts the equations of a loss by what they depend on.
 
 Terms.
-    A **main** equation depends on both parameters and operands: the path from the batch to the loss. A **side**
-    equation depends on one of the two at most (masks, positions, keys, a transposed table); its results are **side
-    values**. A main equation **reads** a parameter if it takes it as it is, or a side value made from it.
-    Where nothing depends on both, everything that the results need is main.
+    A **main** equation depends on both parameters and operands: the path from the batch to the
+    loss. A **side** equation depends on one of the two at most (masks, positions, keys, a
+    transposed table); its results are **side values**. A main equation **reads** a parameter if it
+    takes it as it is, or a side value made from it. Where nothing depends on both, everything that
+    the results need is main.
 """
 
 from __future__ import annotations

@@ -1,17 +1,20 @@
 """Cuts a loss into layers.
 
-A layer is a run of main equations (`dependence`) between two cuts (`cuts`) with the side equations that it needs (`sides`).
-What it makes for later layers are **variables**, numbered by the layer that makes them and within it by the order in which
-they are made; results of the loss come last. A variable that is read much later passes over the layers between.
+A layer is a run of main equations (`dependence`) between two cuts (`cuts`) with the side equations
+that it needs (`sides`). What it makes for later layers are **variables**, numbered by the layer
+that makes them and within it by the order in which they are made; results of the loss come last. A
+variable that is read much later passes over the layers between.
 
-Within a layer each side equation stands right before the first equation that reads it, and inputs stand in the order of
-their numbers: equal blocks of a model therefore have equal programs, wherever their side values were computed.
+Within a layer each side equation stands right before the first equation that reads it, and inputs
+stand in the order of their numbers: equal blocks of a model therefore have equal programs, wherever
+their side values were computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.cost import (
     Cost,
     aval_bytes,
+    aval_size,
     equation_costs,
     equation_seconds,
     jaxpr_cost,
@@ -33,6 +37,9 @@ from ratrain_jax.lowering.sides import SidePlacement, place_sides
 
 PASSES = 3
 """Forward and backward together take about three times as long as forward."""
+
+ACCUMULATION = 3
+"""To add a gradient into its accumulator reads two arrays of its size and writes one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class Layer:
         outputs: numbers of the variables that it makes, ascending.
         program: takes the parameters of `reads`, the operands, the inputs; returns the outputs.
         cost: of the program, for one microbatch.
-        seconds: roofline seconds of forward and backward, for one microbatch.
+        seconds: roofline seconds of forward, backward and accumulation, for one microbatch.
         checkpointed: whether it holds code that was under `jax.checkpoint`.
     """
 
@@ -140,7 +147,7 @@ def find_layers(
     params = len(loss.invars) - operands
     loss, marks = strip_marks(loss)
     flow = sort_equations(loss, params)
-    spans = _spans(flow, _short(paths), marks, stages, machine)
+    spans = _spans(loss, flow, _short(paths), marks, stages, machine)
     layers = [number for number, span in enumerate(spans) for _ in range(span.start, span.end)]
     sizes = [aval_bytes(var.aval) for var in loss.invars[:params]]
     placement = place_sides(flow, layers, loss.outvars, sizes, machine)
@@ -170,7 +177,12 @@ def _short(paths: Sequence[Path]) -> list[Path]:
 
 
 def _spans(
-    flow: Flow, paths: Sequence[Path], marks: Sequence[Mark], stages: int, machine: Machine
+    loss: Graph,
+    flow: Flow,
+    paths: Sequence[Path],
+    marks: Sequence[Mark],
+    stages: int,
+    machine: Machine,
 ) -> list[Span]:
     reads: list[list[int]] = [[] for _ in paths]
     for place, numbers in enumerate(flow.reads):
@@ -178,7 +190,12 @@ def _spans(
             reads[number].append(place)
     members = [(path, tuple(places)) for path, places in zip(paths, reads, strict=True)]
     sizes = {var: aval_bytes(var.aval) for eqn in flow.main for var in eqn.outvars}
-    costs = Costs(_seconds_before(flow, machine), live_bytes(flow.main, sizes), stages)
+    seconds = _seconds(flow, machine)
+    for param, places in zip(loss.invars, reads, strict=False):
+        if places:
+            seconds[places[0]] += _accumulation(param.aval, machine)
+    before = list(itertools.accumulate(seconds, initial=0.0))
+    costs = Costs(before, live_bytes(flow.main, sizes), stages)
     if not marks:
         return automatic_spans(members, costs)
     places = [sum(place < mark.place for place in flow.places) for mark in marks]
@@ -188,12 +205,14 @@ def _spans(
     return marked_spans(named, first, len(flow.main))
 
 
-def _seconds_before(flow: Flow, machine: Machine) -> list[float]:
-    """Seconds of the equations before each place; a side equation counts with its first reader."""
+def _seconds(flow: Flow, machine: Machine) -> list[float]:
+    """Seconds of each main equation and of the side equations that it is the first to need."""
     eqns = [*flow.sides, *flow.main]
     results = [var for eqn in flow.main[-1:] for var in eqn.outvars]
     costs = equation_costs(eqns, results)
-    seconds = [equation_seconds(eqn, cost, machine) for eqn, cost in zip(eqns, costs, strict=True)]
+    seconds = [
+        PASSES * equation_seconds(eqn, cost, machine) for eqn, cost in zip(eqns, costs, strict=True)
+    ]
     own = seconds[len(flow.sides) :]
     first: dict[Var, int] = {}
     for place, eqn in enumerate(flow.main):
@@ -206,10 +225,7 @@ def _seconds_before(flow: Flow, machine: Machine) -> list[float]:
         for atom in eqn.invars:
             if is_var(atom):
                 first[atom] = min(place, first.get(atom, place))
-    before = [0.0]
-    for cost in own:
-        before.append(before[-1] + cost)
-    return before
+    return own
 
 
 def _entries(
@@ -225,7 +241,7 @@ def _entries(
     results = [atom for atom in loss.outvars if is_var(atom)]
     entries = [
         _Entry(var, producer, later, "boundary")
-        for var, (producer, later) in reversed(placement.passed.items())
+        for var, (producer, later) in reversed(list(placement.passed.items()))
     ]
     entries += [
         _Entry(var, made[var], tuple(sorted(readers[var])), "boundary")
@@ -277,13 +293,20 @@ def _layer(
         outputs=tuple(outputs),
         program=program,
         cost=jaxpr_cost(program),
-        seconds=PASSES * jaxpr_seconds(program, machine),
+        seconds=PASSES * jaxpr_seconds(program, machine)
+        + sum(_accumulation(loss.invars[i].aval, machine) for i in reads),
         checkpointed=any(
             var in loss.checkpointed
             for eqn in flow.main[span.start : span.end]
             for var in eqn.outvars
         ),
     )
+
+
+def _accumulation(param: Any, machine: Machine) -> float:
+    """Seconds to add a parameter's gradient into its accumulator, of float32 at least."""
+    size = aval_size(param) * max(4, param.dtype.itemsize)
+    return machine.roofline_seconds(0, ACCUMULATION * size)
 
 
 def _ordered(

@@ -1,8 +1,9 @@
 """Moves the cast of a parameter to the compute dtype out of the loss.
 
-Many models keep their parameters in float32 and cast them to a shorter dtype wherever they are used. If a parameter is
-used in no other way, the loss may as well take it in the shorter dtype: then the cast comes before the gather of the
-parameter's shards, and its view has half the bytes, in memory and on the link.
+Many models keep their parameters in float32 and cast them to a shorter dtype wherever they are
+used. If a parameter is used in no other way, the loss may as well take it in the shorter dtype:
+then the cast comes before the gather of the parameter's shards, and its view has half the bytes, in
+memory and on the link.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, is_var
 
 
 def hoist_casts(loss: Graph, params: int) -> tuple[Graph, tuple[Any, ...]]:
-    """Turns parameters that are only ever read through a cast into inputs of the dtype that they are cast to.
+    """Gives a loss its parameters in the dtype to which it casts them, where it does nothing else.
 
     Only a cast to fewer bytes moves: another would make the view larger.
 
@@ -51,11 +52,11 @@ def hoist_casts(loss: Graph, params: int) -> tuple[Graph, tuple[Any, ...]]:
         eqns=tuple(eqns),
         checkpointed=loss.checkpointed - renamed.keys(),
     )
-    return hoisted, tuple(var.aval.dtype for var in invars[:params])
+    return hoisted, tuple(getattr(var.aval, "dtype", None) for var in invars[:params])
 
 
 def _casts(loss: Graph, params: set[Var]) -> dict[Var, list[Eqn]]:
-    """The casts of each parameter that is read in no other way; to one and the same shorter dtype."""
+    """The casts to one shorter dtype of each parameter that is read in no other way."""
     casts: dict[Var, list[Eqn]] = {param: [] for param in params}
     for eqn in loss.eqns:
         for atom in eqn.invars:
@@ -76,8 +77,8 @@ def _shortens(eqn: Eqn) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
     source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    floats = np.issubdtype(source, np.floating) or "float" in source.name
-    return floats and "float" in target.name and target.itemsize < source.itemsize
+    floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (source, target))
+    return floats and target.itemsize < source.itemsize
 
 
 def _same_type(first: Eqn, second: Eqn) -> bool:

@@ -1,11 +1,12 @@
 """Decides in which layers each side value is made.
 
-A side value (see `dependence`) that one layer reads is made in that layer. One that several layers read is made again in
-each of them if that takes no longer than to send it over the machine's link; else the first of them makes it and hands it on.
-What needs dear side values is itself handed on only where that is fewer bytes than to hand on what it needs.
+A side value (see `dependence`) that one layer reads is made in that layer. One that several layers
+read is made again in each of them if that takes no longer than to send it over the machine's link;
+else the first of them makes it and hands it on. What needs dear side values is itself handed on
+only where that is fewer bytes than to hand on what it needs.
 
-A value much smaller than the parameters behind it (a penalty on their norm) is made where these parameters are at home and
-handed on, so that its reader need not borrow them.
+A value much smaller than the parameters behind it (a penalty on their norm) is made where these
+parameters are at home and handed on, so that its reader need not borrow them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
 MUCH_SMALLER = 64
 """How many times smaller than its parameters a value must be to be made in their layer.
 
-The value is sent once a microbatch, borrowed parameters once a step: this stands for a number of microbatches.
+The value is sent once a microbatch, borrowed parameters once a step: this stands for a number of
+microbatches.
 """
 
 _UNREPEATABLE = frozenset({"rng_bit_generator", "rng_uniform"})
-"""Primitives whose results are promised to be equal only within one program; so are bits of an `rbg` key."""
+"""Primitives whose results are promised to be equal only within one program, as are those of the
+random primitives under an `rbg` key."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class SidePlacement:
 
     Attributes:
         makers: the layers that run each side equation, by its number among them.
-        passed: side values that are handed on: the layer that makes each, and the later ones that read it.
+        passed: side values that are handed on: the layer that makes each, and the later ones that
+            read it.
     """
 
     makers: tuple[frozenset[int], ...]
@@ -102,7 +106,7 @@ def _at_home(
     param_bytes: Sequence[int],
     made: set[int],
 ) -> set[int]:
-    """The last home of the parameters behind a value, if it is so small that it had better be made there."""
+    """Moves a value to the last home of the parameters behind it, if it is much smaller."""
     params = flow.behind.get(eqn.outvars[0], frozenset())
     size = sum(aval_bytes(var.aval) for var in eqn.outvars)
     if not params or MUCH_SMALLER * size > sum(param_bytes[number] for number in params):
@@ -136,4 +140,4 @@ def _worth_handing_on(flow: Flow, machine: Machine) -> list[bool]:
 def _repeatable(eqn: Eqn) -> bool:
     if eqn.primitive.name != "random_bits":
         return eqn.primitive.name not in _UNREPEATABLE
-    return "rbg" not in eqn.invars[0].aval.dtype.name
+    return "rbg" not in str(eqn.invars[0].aval.dtype)
