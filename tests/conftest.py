@@ -1,4 +1,4 @@
-"""Gives every test four CPU devices. Loaded by pytest before any test module, hence before JAX."""
+"""Gives every test sixteen CPU devices. Loaded by pytest before any test module, hence before JAX."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-DEVICES = 4
+DEVICES = 16
 END_TO_END = Path(__file__).parent / "e2e"
 
 if "jax" in sys.modules:

@@ -12,10 +12,11 @@ import numpy as np
 
 from ratrain_jax.errors import BatchError, StateError
 from ratrain_jax.lowering.program import Kind, Value
-from ratrain_jax.runtime.executables import Library
+from ratrain_jax.runtime.executables import shared_library
 from ratrain_jax.runtime.executors import Executors
 from ratrain_jax.runtime.groups import make_groups
 from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
+from ratrain_jax.runtime.measured import MeasuredRun, Watcher
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Compiled:
         self.lowered = lowered
         self._code, self._program = lowered.code, lowered.program
         self._groups = make_groups(options.stages, options.data_parallel, options.devices)
-        library = Library(self._groups)
+        library = self._library = shared_library(self._code.fingerprint, self._groups)
         executors = Executors(self._code, self._program, self._groups, library)
         self._plan = flatten(self._program, executors)
         self._gathers = {
@@ -48,7 +49,9 @@ class Compiled:
             and value.layer is not None
         }
         self._in_place = {
-            v: executors.recipes.gather(self._program.values[v].layer, self._program.values[v].stage)[1]
+            v: executors.recipes.gather(
+                self._program.values[v].layer, self._program.values[v].stage
+            )[1]
             for v in self._gathers
         }
         self.executables = library.finish(progress)
@@ -77,6 +80,21 @@ class Compiled:
         tables = self._enter(args)
         self._launch(tables)
         return self._leave(tables)
+
+    def trace(self, *args: Any) -> tuple[Any, MeasuredRun]:
+        """Runs one step and measures when each op started and ended.
+
+        Args:
+            *args: as for a call.
+
+        Returns:
+            What the step returns, and the measured run.
+        """
+        tables = self._enter(args)
+        watcher = Watcher()
+        self._launch(tables, watcher.watch)
+        measured = watcher.finish()
+        return self._leave(tables), measured
 
     def __repr__(self) -> str:
         return f"<Compiled {self.lowered!r}, {self.executables} executables>"

@@ -1,8 +1,14 @@
-"""Compiles what ops run: one executable for all equal ops of a group."""
+"""Compiles what ops run: one executable for all equal ops of a group.
+
+Executables depend on the step's code and the devices alone, so steps that differ only in schedule, switches or recovery share
+one `Library`: they run the very same executables.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,18 +17,18 @@ import jax
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.recipes import Recipe
 
+WORKERS = 2
+
 
 class Library:
-    """Executables of one program, each made once a group.
+    """Executables of one step's code, each made once a group.
 
     Args:
         groups: the groups.
-        workers: threads that compile.
     """
 
-    def __init__(self, groups: Sequence[Group], workers: int = 2) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self._pool = concurrent.futures.ThreadPoolExecutor(workers, "ratrain-compile")
         self._made: dict[Any, concurrent.futures.Future[Any]] = {}
 
     def get(self, stage: int, recipe: Recipe) -> concurrent.futures.Future[Any]:
@@ -31,18 +37,38 @@ class Library:
         if key not in self._made:
             group = self._groups[stage]
             types = jax.tree.map(lambda t: group.local_type(t.shape, t.dtype), recipe.types)
-            self._made[key] = self._pool.submit(
-                group.compile, recipe.function, types, recipe.donate
-            )
+            self._made[key] = _pool().submit(group.compile, recipe.function, types, recipe.donate)
         return self._made[key]
 
     def finish(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Waits for all; returns how many there are."""
+        """Waits for all that was asked for; returns how many there are."""
         futures = list(self._made.values())
-        for count, _ in enumerate(concurrent.futures.as_completed(futures), 1):
+        for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            future.result()
             if progress is not None:
                 progress(count, len(futures))
-        self._pool.shutdown()
-        for future in futures:
-            future.result()
         return len(futures)
+
+
+_libraries: weakref.WeakValueDictionary[Any, Library] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_pools: list[concurrent.futures.ThreadPoolExecutor] = []
+
+
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    """The threads that compile; XLA compiles outside Python's lock."""
+    with _lock:
+        if not _pools:
+            _pools.append(concurrent.futures.ThreadPoolExecutor(WORKERS, "ratrain-compile"))
+        return _pools[0]
+
+
+def shared_library(fingerprint: str, groups: Sequence[Group]) -> Library:
+    """The library of a step's code on these devices: the one that a living compiled step has, or a new one."""
+    devices = tuple(device.id for group in groups for device in group.devices)
+    key = (fingerprint, devices, bool(jax.config.jax_enable_x64))
+    library = _libraries.get(key)
+    if library is None:
+        library = Library(groups)
+        _libraries[key] = library
+    return library

@@ -1,0 +1,125 @@
+"""Measures when each op of a running step started and ended.
+
+Launching is asynchronous, so an op's end is when what it made is ready, seen by a thread a stage and lane. Its start is the latest
+of: its launch, the end of what made its inputs, and the end of the op before it in its lane. To see an array that the
+next op will use up, a tiny program reads one element of it first; so a measured step is a little slower than others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ratrain_jax.lowering.program import Op
+from ratrain_jax.runtime.instructions import LINK, THREAD_OF, Bundle, Instruction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeasuredOp:
+    """One op as it ran.
+
+    Attributes:
+        op: the op.
+        start: seconds from the start of the step.
+        end: seconds from the start of the step.
+    """
+
+    op: Op
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """One step as it ran.
+
+    Attributes:
+        ops: every op but frees, by start.
+        seconds: until the last op ended.
+    """
+
+    ops: tuple[MeasuredOp, ...]
+    seconds: float
+
+    def of(self, kind: type[Op]) -> list[MeasuredOp]:
+        """The ops of one kind."""
+        return [measured for measured in self.ops if type(measured.op) is kind]
+
+    def __repr__(self) -> str:
+        return f"<MeasuredRun {len(self.ops)} ops in {self.seconds * 1e3:.1f} ms>"
+
+
+class Watcher:
+    """Collects the ends of ops while a step runs. Use `watch` as the runtime's hook, then `finish`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._queues: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}
+        self._threads: list[threading.Thread] = []
+        self._ends: dict[int, float] = {}
+        self._records: list[tuple[tuple[int, int], Op, int, float]] = []
+        self._lock = threading.Lock()
+
+    def watch(self, instruction: Instruction, made: Sequence[Bundle]) -> None:
+        """Notes a launch."""
+        launched = time.perf_counter() - self._start
+        op = instruction.op
+        lane = (THREAD_OF.get(type(op), LINK), op.stages[-1])
+        marks = [_mark(shard.data) for shard in _shards(made)]
+        with self._lock:
+            number = len(self._records)
+            self._records.append((lane, op, number, launched))
+            if lane not in self._queues:
+                self._open(lane)
+        self._queues[lane].put((number, marks))
+
+    def _open(self, lane: tuple[int, int]) -> None:
+        self._queues[lane] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._wait, args=(self._queues[lane],), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _wait(self, items: queue.SimpleQueue[Any]) -> None:
+        while (item := items.get()) is not None:
+            number, marks = item
+            jax.block_until_ready(marks)
+            self._ends[number] = time.perf_counter() - self._start
+
+    def finish(self) -> MeasuredRun:
+        """Waits for the step to end and gives what was seen."""
+        for items in self._queues.values():
+            items.put(None)
+        for thread in self._threads:
+            thread.join()
+        born: dict[int, float] = {}
+        before: dict[tuple[int, int], float] = {}
+        ops = []
+        for lane, op, number, launched in self._records:
+            end = self._ends[number]
+            ready = max((born.get(v, 0.0) for v in (*op.reads, *op.waits)), default=0.0)
+            start = min(max(launched, ready, before.get(lane, 0.0)), end)
+            before[lane] = end
+            born.update((value, end) for value in op.writes)
+            ops.append(MeasuredOp(op, start, end))
+        ops.sort(key=lambda measured: measured.start)
+        return MeasuredRun(tuple(ops), max((m.end for m in ops), default=0.0))
+
+
+def _shards(made: Sequence[Bundle]) -> Sequence[Any]:
+    """The shards of one array of what an op made."""
+    for bundle in made:
+        for array in bundle:
+            if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+                return array.addressable_shards
+    return ()
+
+
+@jax.jit
+def _mark(array: Any) -> Any:
+    return array.reshape(-1)[:1] + 0
