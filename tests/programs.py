@@ -7,6 +7,7 @@ any number of stages, microbatches and devices is a rearrangement of that one tr
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ def make_program(
     clip: bool = False,
     block: int = 2,
     recovered: tuple[int, ...] | None = None,
-    **settings,
+    **settings: Any,
 ) -> Program:
     """A program of the model.
 
@@ -120,14 +121,25 @@ def make_program(
     return build_program(code, chosen, load_machine("generic"), flags)
 
 
-def place(program: Program, op_type: type[Op], stage: int | None = None, **fields) -> tuple[int, int]:
+def place(
+    program: Program, op_type: type[Op], stage: int | None = None, **fields
+) -> tuple[int, int]:
     """The first op of a type whose fields have these values: its stage and index."""
     for s, ops in enumerate(program.order):
         for index, op in enumerate(ops):
-            matches = all(getattr(op, name) == value for name, value in fields.items())
-            if isinstance(op, op_type) and stage in (None, s) and matches:
+            if stage in (None, s) and isinstance(op, op_type) and _has(op, fields):
                 return s, index
     raise LookupError(f"no {op_type.__name__} with {fields}")
+
+
+def _has(op: Op, fields: dict[str, Any]) -> bool:
+    return all(getattr(op, name) == value for name, value in fields.items())
+
+
+def op_of(program: Program, op_type: type[Op], stage: int | None = None, **fields) -> Any:
+    """The op at that place."""
+    at = place(program, op_type, stage, **fields)
+    return program.order[at[0]][at[1]]
 
 
 def with_order(program: Program, stage: int, ops) -> Program:

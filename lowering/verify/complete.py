@@ -238,7 +238,7 @@ def reduction_group(shape: Shape, phase: int) -> tuple[int, ...]:
 
 def _missing(program: Program, need: _Need) -> str:
     """Says which op is missing."""
-    words = [f"stage {need.stage} lacks the {need.kind.__name__}"]
+    words = [f"Stage {need.stage} lacks the {need.kind.__name__}"]
     match need.what:
         case int():
             words.append(f"of {named_layer(program, need.what)}")
@@ -258,17 +258,29 @@ def _missing(program: Program, need: _Need) -> str:
 
 
 def _nearest(program: Program, need: _Need) -> Place | None:
-    """The last op of the stage that has most to do with a missing one."""
+    """The first op that reads what a missing one should write, or else the last one like it."""
+    stages = {need.stage, need.also if issubclass(need.kind, (Send, Borrow)) else need.stage}
+    written = {number for ops in program.order for op in ops for number in op.writes}
+    made = written.union(program.inputs)
     best, place = -1, None
-    for index, op in enumerate(program.order[need.stage]):
-        if isinstance(op, Free):
-            continue
-        score = 0
-        if need.microbatch is not None:
-            score += 2 * (getattr(op, "microbatch", None) == need.microbatch)
-        if isinstance(need.what, int):
-            first, last = getattr(op, "layers", (-1, -1))
-            score += getattr(op, "layer", None) == need.what or first <= need.what < last
-        if score >= best:
-            best, place = score, (need.stage, index)
+    for stage, ops in enumerate(program.order):
+        for index, op in enumerate(ops if stage in stages else ()):
+            if isinstance(op, Free):
+                continue
+            if not made.issuperset(op.reads):
+                return stage, index
+            score = _likeness(op, need)
+            if score >= best:
+                best, place = score, (stage, index)
     return place
+
+
+def _likeness(op: Op, need: _Need) -> int:
+    """How much an op has to do with a missing one."""
+    score = 0
+    if need.microbatch is not None:
+        score += 2 * (getattr(op, "microbatch", None) == need.microbatch)
+    if isinstance(need.what, int):
+        first, last = getattr(op, "layers", (-1, -1))
+        score += getattr(op, "layer", None) == need.what or first <= need.what < last
+    return score

@@ -6,8 +6,8 @@ from typing import Final, NoReturn
 
 from ratrain_jax.errors import VerificationError
 from ratrain_jax.lowering.grid import grid_around
-from ratrain_jax.lowering.mnemonics import op_label, op_line
-from ratrain_jax.lowering.program import Op, Program
+from ratrain_jax.lowering.mnemonics import ids, op_label, op_line
+from ratrain_jax.lowering.program import Free, Op, Program
 
 Place = tuple[int, int]
 """A stage, and the index of an op in its list."""
@@ -46,7 +46,8 @@ def excerpt(program: Program, at: Place) -> str:
 
 def named_op(op: Op) -> str:
     """An op in a sentence: `GradSync (GS L3) on stage 0`."""
-    return f"{type(op).__name__} ({op_label(op)}) on stage {op.stage}"
+    label = f"{op_label(op)} {ids(op.reads)}" if isinstance(op, Free) else op_label(op)
+    return f"{type(op).__name__} ({label}) on stage {op.stage}"
 
 
 def named_layer(program: Program, layer: int) -> str:

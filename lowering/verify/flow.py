@@ -191,17 +191,22 @@ def _check_rows(program: Program, tags: list[Tag | None], writers: dict[int, Pla
 def _check_reads(
     program: Program, roles: _Roles, tags: list[Tag | None], at: Place, op: Op
 ) -> None:
-    place, donated = 0, []
+    place = 0
+    donated: list[int] = []
+    skipped: list[Slot] = []
     for slot in roles.reads[type(op)](op):
         while place < len(op.reads) and tags[op.reads[place]] in slot.tags:
             if slot.donated:
                 donated.append(op.reads[place])
+            skipped.clear()
             place += 1
             if not slot.many:
                 break
         else:
-            if not slot.many and not slot.optional:
-                _refuse_read(program, tags, at, op, place, slot)
+            if not slot.many:
+                skipped.append(slot)
+                if not slot.optional:
+                    _refuse_read(program, tags, at, op, place, skipped)
     if place < len(op.reads):
         number = op.reads[place]
         what = f"{named_op(op)} reads %{number}, {phrase(tags[number])}, which it has no use for."
@@ -214,18 +219,27 @@ def _check_reads(
 
 
 def _refuse_read(
-    program: Program, tags: list[Tag | None], at: Place, op: Op, place: int, slot: Slot
+    program: Program,
+    tags: list[Tag | None],
+    at: Place,
+    op: Op,
+    place: int,
+    missing: list[Slot],
 ) -> None:
-    belongs = phrase(slot.tags[0])
+    """Refuses what stands in a place where one of some tags should, the last of them at least."""
+    belongs = phrase(missing[-1].tags[0])
     if place == len(op.reads):
         refuse(program, f"{named_op(op)} does not read {belongs}.", _REMEDY, at)
     number = op.reads[place]
-    found = phrase(tags[number])
-    if tags[number] is not None and found == belongs:
+    tag = tags[number]
+    for slot in missing:
+        if tag is not None and slot.tags[0][0] == tag[0]:
+            belongs = phrase(slot.tags[0])
+    found = phrase(tag)
+    if found == belongs:
         found = f"the same on stage {program.values[number].stage}"
-    refuse(
-        program, f"{named_op(op)} reads %{number}, {found}, where {belongs} belongs.", _REMEDY, at
-    )
+    what = f"{named_op(op)} reads %{number}, {found}, in the place of {belongs}."
+    refuse(program, what, _REMEDY, at)
 
 
 def _check_waits(

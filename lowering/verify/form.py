@@ -25,7 +25,7 @@ from ratrain_jax.lowering.program import (
     ZeroGradient,
 )
 
-from .fault import named_layer, named_op, refuse
+from .fault import Place, named_layer, named_op, refuse
 
 _REMEDY: Final = "Correct the program's text, or lower the step again."
 
@@ -39,7 +39,7 @@ def check_form(program: Program) -> None:
     for problems in (_settings, _layers, _variables, _operands, _reductions, _values):
         for problem in problems(program):
             refuse(program, problem, _REMEDY)
-    written: set[int] = set(program.inputs)
+    writers: dict[int, Op | None] = dict.fromkeys(program.inputs)
     for stage, ops in enumerate(program.order):
         for index, op in enumerate(ops):
             for problem in _op(program, op, stage):
@@ -47,10 +47,17 @@ def check_form(program: Program) -> None:
             if op.stage != stage:
                 continue
             for value in op.writes:
-                if value in written:
-                    what = f"{named_op(op)} writes %{value}, which exists already."
-                    refuse(program, what, "Give each write a value of its own.", (stage, index))
-                written.add(value)
+                if value in writers:
+                    _refuse_write(program, op, value, writers[value], (stage, index))
+                writers[value] = op
+
+
+def _refuse_write(program: Program, op: Op, value: int, first: Op | None, at: Place) -> None:
+    if op == first:
+        refuse(program, f"{named_op(op)} is there twice.", "Remove one of the two.", at)
+    maker = "is an input" if first is None else f"{named_op(first)} writes already"
+    what = f"{named_op(op)} writes %{value}, which {maker}."
+    refuse(program, what, "Give each write a value of its own.", at)
 
 
 def _settings(program: Program) -> Iterator[str]:
