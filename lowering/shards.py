@@ -1,22 +1,31 @@
 """Runs a layer's update program on shards, inside `pmap`.
 
-Terms.
-    The **layout** of a value is the axis that is cut over the D devices, or None for a value that every device holds
-    whole. `PARTIAL` is asked of an output that may be left uncombined: each device gives what its own shards
-    contribute, and `ShardProgram.combine` says how these join.
+Each equation has a rule, found by its primitive (`shard_rules`), that says which layouts it takes
+and gives. An equation without a rule, or whose rule does not apply, runs on whole operands, which
+are gathered for it; its result is cut again where it meets shards. `PARTIAL` is asked of an output
+that may be left uncombined: each device then gives what its own shards contribute, and
+`ShardProgram.combine` says how these join.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from jax.extend import core as jex
 
-PARTIAL: Final = "partial"
+from ratrain_jax import compat
+from ratrain_jax.lowering.graph import Atom, Eqn, Var, as_function, is_var
+from ratrain_jax.lowering.layouts import Axis, Layout, Pending, convert, is_cut
+from ratrain_jax.lowering.layouts import shard_axis as shard_axis
+from ratrain_jax.lowering.layouts import shard_shape as shard_shape
+from ratrain_jax.lowering.opening import open_calls
+from ratrain_jax.lowering.shard_rules import RULES, Local
+from ratrain_jax.lowering.shard_rules import combine_of as combine_of
 
-Layout = int | None
+PARTIAL: Final = "partial"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +34,7 @@ class Whole:
 
     Attributes:
         primitive: its name.
-        bytes: what is gathered for it, and what it makes only to be sliced.
+        bytes: what is gathered for it, and what it makes whole only to be cut.
     """
 
     primitive: str
@@ -34,12 +43,12 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardProgram:
-    """A program over local shards; call `run` inside `pmap(axis_name=...)`.
+    """A program over local shards.
 
     Attributes:
-        run: takes the local inputs and returns a list of local outputs.
-        combine: for each output asked as `PARTIAL`, in order: `sum`, `max`, `min`, `and`, `or`, or `same`
-            (every device holds the same, whole value).
+        run: takes the local inputs and returns a list of local outputs; to be called inside `pmap`.
+        combine: for each output asked as `PARTIAL`, in order: `sum`, `max`, `min`, `and`, `or`, or
+            `same` (every device holds the same, whole value).
         whole: what runs whole.
     """
 
@@ -48,39 +57,10 @@ class ShardProgram:
     whole: tuple[Whole, ...]
 
 
-def shard_axis(shape: Sequence[int], devices: int) -> Layout:
-    """The axis that is cut over the devices: the largest that they divide, the first of equals.
-
-    Returns:
-        The axis; None if there is one device, or none divides (the value is then whole everywhere).
-
-    Example:
-        >>> shard_axis((6, 8, 8), 4)
-        1
-        >>> shard_axis((3, 5), 2) is None
-        True
-    """
-    fitting = [axis for axis, size in enumerate(shape) if size and size % devices == 0]
-    if devices == 1 or not fitting:
-        return None
-    return max(fitting, key=lambda axis: (shape[axis], -axis))
-
-
-def shard_shape(shape: Sequence[int], devices: int) -> tuple[int, ...]:
-    """The shape that each device holds.
-
-    Example:
-        >>> shard_shape((6, 8), 4)
-        (6, 2)
-    """
-    axis = shard_axis(shape, devices)
-    return tuple(size // devices if i == axis else size for i, size in enumerate(shape))
-
-
 def on_shards(
     closed: jex.ClosedJaxpr,
-    layouts_in: Sequence[Layout],
-    layouts_out: Sequence[Layout | str],
+    layouts_in: Sequence[Axis],
+    layouts_out: Sequence[Axis | str],
     devices: int,
     axis_name: str,
 ) -> ShardProgram:
@@ -94,6 +74,130 @@ def on_shards(
         axis_name: the name of `pmap`'s axis.
 
     Returns:
-        The program over shards.
+        The program over shards. With one device it is the program itself.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> norm = jax.make_jaxpr(lambda x: jnp.sum(x * x))(jnp.zeros((4, 2)))
+        >>> on_shards(norm, [0], [PARTIAL], 2, "data").combine
+        ('sum',)
     """
-    raise NotImplementedError
+    partial = sum(layout == PARTIAL for layout in layouts_out)
+    if devices == 1:
+        return ShardProgram(as_function(closed), ("same",) * partial, ())
+    jaxpr = closed.jaxpr
+    eqns, outvars, consts = open_calls(jaxpr.eqns, jaxpr.outvars, keep=lambda eqn: True)
+    consts.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    laid = dict(zip(jaxpr.invars, layouts_in, strict=True))
+    wants = _wants(eqns, outvars, layouts_out)
+    steps, whole = _lay_out(eqns, laid, wants, devices)
+    ends: list[tuple[Atom, Layout]] = []
+    combine = []
+    for atom, want in zip(outvars, layouts_out, strict=True):
+        have = laid.get(atom) if is_var(atom) else None
+        pending = want == PARTIAL and isinstance(have, Pending)
+        if want == PARTIAL:
+            combine.append(have.combine if isinstance(have, Pending) else "same")
+        ends.append((atom, have if pending else None if want == PARTIAL else want))
+    run = _runner(jaxpr.invars, steps, ends, consts, laid, devices, axis_name)
+    return ShardProgram(run, tuple(combine), tuple(whole))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """One equation of a program over shards, and what it does there."""
+
+    eqn: Eqn
+    local: Local
+
+
+def _wants(
+    eqns: Sequence[Eqn], outvars: Sequence[Atom], layouts_out: Sequence[Axis | str]
+) -> dict[Var, Axis]:
+    """The axis along which each variable is wanted cut by all that read it; None where they differ.
+
+    A value that an equation made whole is cut at once if everything after it runs on shards.
+    """
+    wants: dict[Var, Axis] = {}
+
+    def want(atom: Atom, axis: Axis) -> None:
+        if is_var(atom):
+            wants[atom] = axis if wants.get(atom, axis) == axis else None
+
+    for atom, axis in zip(outvars, layouts_out, strict=True):
+        want(atom, axis if isinstance(axis, int) else None)
+    for eqn in reversed(eqns):
+        out = eqn.outvars[0]
+        for atom in eqn.invars:
+            through = atom.aval.shape == out.aval.shape and eqn.primitive.name in RULES
+            want(atom, wants.get(out) if through else None)
+    return wants
+
+
+def _lay_out(
+    eqns: Sequence[Eqn], laid: dict[Var, Layout], wants: dict[Var, Axis], devices: int
+) -> tuple[list[_Step], list[Whole]]:
+    """Chooses what each equation does; adds the layout of each variable to `laid`."""
+    steps, report = [], []
+    for eqn in eqns:
+        layouts = [laid.get(atom) if is_var(atom) else None for atom in eqn.invars]
+        rule = RULES.get(eqn.primitive.name)
+        local = rule(eqn, layouts, wants.get(eqn.outvars[0]), devices) if rule else None
+        if local is None:
+            local = Local(tuple(None for _ in layouts), {}, (None,) * len(eqn.outvars), whole=True)
+            moved = [a for a, layout in zip(eqn.invars, layouts, strict=True) if is_cut(layout)]
+            made = [var for var in eqn.outvars if var.aval.shape]
+            if moved or made:
+                total = sum(map(_bytes, [*moved, *made]))
+                report.append(Whole(eqn.primitive.name, total))
+        steps.append(_Step(eqn, local))
+        laid.update(zip(eqn.outvars, local.gives, strict=True))
+    return steps, report
+
+
+def _bytes(atom: Atom) -> int:
+    return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+
+
+def _runner(
+    invars: Sequence[Var],
+    steps: Sequence[_Step],
+    ends: Sequence[tuple[Atom, Layout]],
+    consts: dict[Var, Any],
+    laid: dict[Var, Layout],
+    devices: int,
+    axis_name: str,
+) -> Callable[..., list[Any]]:
+    def run(*args: Any) -> list[Any]:
+        held: dict[tuple[Var, Layout], Any] = {(var, None): value for var, value in consts.items()}
+        held.update({(v, laid[v]): arg for v, arg in zip(invars, args, strict=True)})
+
+        def get(atom: Atom, want: Layout) -> Any:
+            if not is_var(atom):
+                return atom.val
+            if (atom, want) not in held:
+                have = laid.get(atom)
+                held[atom, want] = convert(
+                    held[atom, have], atom.aval.shape, have, want, devices, axis_name
+                )
+            return held[atom, want]
+
+        for step in steps:
+            taken = [get(*pair) for pair in zip(step.eqn.invars, step.local.takes, strict=True)]
+            made = _evaluate(step, taken)
+            for var, layout, value in zip(step.eqn.outvars, step.local.gives, made, strict=True):
+                held[var, layout] = value
+        return [get(atom, want) for atom, want in ends]
+
+    return run
+
+
+def _evaluate(step: _Step, taken: list[Any]) -> Sequence[Any]:
+    eqn, local = step.eqn, step.local
+    if local.passes:
+        return taken[:1]
+    if local.whole:
+        inner = [compat.new_var(atom.aval) for atom in eqn.invars]
+        return as_function(compat.closed(inner, eqn.outvars, [eqn.replace(invars=inner)]))(*taken)
+    made = eqn.primitive.bind(*taken, **{**eqn.params, **local.params})
+    return made if eqn.primitive.multiple_results else [made]

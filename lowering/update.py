@@ -1,115 +1,24 @@
 """Splits the update region of a step (everything that is not the loss) by layer.
 
-Terms.
-    A **leaf** is a leaf of the state, by its number. A **parameter** is a leaf that the loss is differentiated by; it belongs
-    to the layer that owns it. Any other leaf that only one layer's update reads or makes belongs to that layer (its
-    **optimizer** leaves); what is left (counters, schedules, loss scales) is **replicated**: one copy a stage, computed on each.
-    A **partial** is a scalar that one layer gives away: a norm, a finite check. A **reduction** takes the partials of
-    several layers, or the loss and auxiliary values, and evaluates the user's own equations on them; what it gives are the
-    **scalars** (mostly, but auxiliary values of any shape pass through it too). Reductions are numbered from 1.
-    A value has **phase** k if reductions 1 to k must be over before it can be computed. A layer's update has one
-    program a phase. Each starts from the layer's inputs anew: elementwise work of an earlier phase is done again, not stored.
-
-Calling conventions. All programs are closed jaxprs over whole shapes (`shards` makes them run on shards).
-    phase k of a layer   gradients (in the accumulator's dtype), parameters, optimizer, replicated, scalars of reductions
-                         1 to k -> partials of phase k; the last phase first gives new parameters, new optimizer, outputs
-    reduction k          replicated, partials of phase k-1 by layer, loss and auxiliary values (if `loss`), batch leaves
-                         (those of `batch`), scalars of reductions 1 to k-1 -> scalars of reduction k
-    replicated           replicated, scalars of reductions 1 to `replicated_phase` -> new replicated
-    metrics              replicated (old), scalars of all reductions, batch leaves (those of `metrics_batch`) -> metrics
+The region is opened (`opening`), labelled (`labels`) and cut (`update_programs`); what comes out,
+and its calling conventions, is in `update_plan`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from jax.extend import core as jex
-
+from ratrain_jax.errors import UnsupportedError
+from ratrain_jax.lowering.graph import Graph, is_var, needed
+from ratrain_jax.lowering.labels import Update, find_labels, origin
+from ratrain_jax.lowering.opening import open_calls
 from ratrain_jax.lowering.regions import Regions
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Partial:
-    """A value that one layer gives to a reduction.
-
-    Attributes:
-        aval: its type.
-        combine: how the values of ranks join if each computes it from its own shards: `sum`, `max`, `min`, `and`, `or`; or
-            `same` if it is no plain reduction, so that every rank must hold the whole value. What a rank
-            really holds depends on the shapes: ask `shards.ShardProgram.combine`.
-    """
-
-    aval: Any
-    combine: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerUpdate:
-    """The update of one layer.
-
-    Attributes:
-        params: numbers of the parameters that it owns, ascending.
-        parameters: the state leaf of each of `params`.
-        optimizer: the other state leaves that belong to it, ascending.
-        phase: the phase of its last program.
-        phases: one program a phase, from 0 to `phase`.
-        partials: what each phase gives to the reduction after it.
-        outputs: flat outputs of the step, arrays of this layer alone, that its last phase makes.
-    """
-
-    params: tuple[int, ...]
-    parameters: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    phase: int
-    phases: tuple[jex.ClosedJaxpr, ...]
-    partials: tuple[tuple[Partial, ...], ...]
-    outputs: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScalarReduction:
-    """One global reduction; its number is its place in `UpdatePlan.reductions`, plus 1.
-
-    Attributes:
-        program: see the module's calling conventions.
-        layers: the layers that give partials to it, ascending.
-        loss: whether it reads the loss and the auxiliary values.
-        batch: the step's flat inputs, leaves of the batch, that it reads whole.
-        scalars: types of what it gives.
-    """
-
-    program: jex.ClosedJaxpr
-    layers: tuple[int, ...]
-    loss: bool
-    batch: tuple[int, ...]
-    scalars: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class UpdatePlan:
-    """The whole update.
-
-    Attributes:
-        replicated: state leaves that belong to no layer, ascending.
-        layers: one update a layer.
-        reductions: the global reductions, in order; the last may serve the metrics alone.
-        replicated_program: the new replicated leaves.
-        replicated_phase: the last reduction that it reads; 0 for none.
-        metrics: what the step returns beside the state and is no array of one layer.
-        metrics_outputs: which flat outputs of the step `metrics` makes, in its order.
-        metrics_batch: the step's flat inputs, leaves of the batch, that `metrics` reads whole.
-    """
-
-    replicated: tuple[int, ...]
-    layers: tuple[LayerUpdate, ...]
-    reductions: tuple[ScalarReduction, ...]
-    replicated_program: jex.ClosedJaxpr
-    replicated_phase: int
-    metrics: jex.ClosedJaxpr
-    metrics_outputs: tuple[int, ...]
-    metrics_batch: tuple[int, ...]
+from ratrain_jax.lowering.update_plan import LayerUpdate as LayerUpdate
+from ratrain_jax.lowering.update_plan import Partial as Partial
+from ratrain_jax.lowering.update_plan import ScalarReduction as ScalarReduction
+from ratrain_jax.lowering.update_plan import UpdatePlan as UpdatePlan
+from ratrain_jax.lowering.update_programs import Planner
 
 
 def split_update(
@@ -127,11 +36,69 @@ def split_update(
         regions: the step, cut.
         owner: the layer that owns each parameter.
         layers: how many layers there are.
-        state_out: for each state leaf the flat output that is its new value, or None if it stays as it is.
+        state_out: for each state leaf the flat output that is its new value, or None if it stays as
+            it is.
         metrics_out: the flat outputs that are no new state.
         names: the path of each flat input, for messages.
 
     Raises:
-        UnsupportedError: a parameter that is no leaf of the state, or arrays of several layers that meet in one equation.
+        UnsupportedError: a parameter that is no leaf of the state, arrays of several layers that
+            meet in one equation, or an effect.
     """
-    raise NotImplementedError
+    update, graph = open_update(regions, owner, state_out, metrics_out, names)
+    labels = find_labels(update, names)
+    planner = Planner(update, graph, labels, regions, owner, layers, metrics_out)
+    return planner.plan()
+
+
+def open_update(
+    regions: Regions,
+    owner: Sequence[int],
+    state_out: Sequence[int | None],
+    metrics_out: Sequence[int],
+    names: Sequence[str] = (),
+) -> tuple[Update, Graph]:
+    """The update region of a step, opened, and the graph that holds its equations and constants.
+
+    Raises:
+        UnsupportedError: a parameter that is no leaf of the state, or an effect.
+    """
+    step = regions.step
+    states = step.invars[: regions.states]
+    leaf_of = {var: leaf for leaf, var in enumerate(states)}
+    for number, var in enumerate(regions.params):
+        if var not in leaf_of:
+            raise UnsupportedError(
+                f"parameter {number} of the loss, {var.aval.str_short()}, is computed from the state before the"
+                " loss is differentiated. Differentiate by leaves of the state, and compute inside the loss."
+            )
+    if len(set(regions.params)) < len(regions.params):
+        raise UnsupportedError(
+            "the loss is differentiated twice by one leaf of the state. Pass it once, and read it twice."
+        )
+    wanted = [
+        *(states[leaf] if out is None else step.outvars[out] for leaf, out in enumerate(state_out)),
+        *(step.outvars[out] for out in metrics_out),
+    ]
+    given = [*step.invars, *regions.grads, *regions.results]
+    for eqn in step.eqns:
+        if eqn.effects and not set(eqn.outvars) & set(given):
+            raise UnsupportedError(
+                f"the step has a side effect outside the loss: `{eqn.primitive.name}` ({origin(eqn)})."
+                " Remove it, or return the value as a metric."
+            )
+    eqns, outvars, consts = open_calls(needed(step.eqns, wanted, given)[0], wanted)
+    eqns = needed(eqns, outvars, given)[0]
+    graph = dataclasses.replace(step, eqns=tuple(eqns), consts={**step.consts, **consts})
+    update = Update(
+        eqns=graph.eqns,
+        states=states,
+        batch=step.invars[regions.states :],
+        grads=dict(zip(regions.grads, owner, strict=True)),
+        params={leaf_of[var]: owner[i] for i, var in enumerate(regions.params)},
+        results=regions.results,
+        state_out=tuple(outvars[: len(states)]),
+        metrics=tuple(outvars[len(states) :]),
+        kept=frozenset(leaf_of[v] for v in regions.sources if is_var(v) and v in leaf_of),
+    )
+    return update, graph
