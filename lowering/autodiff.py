@@ -15,10 +15,8 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from ratrain_jax import compat
 from ratrain_jax.lowering.graph import (
     Graph,
-    Var,
     as_function,
     cut,
     fingerprint,
@@ -75,7 +73,7 @@ def _trace(layer: Layer, variables: Sequence[LossVariable]) -> tuple[Graph, Grap
     reads, operands = len(layer.reads), len(layer.operands)
     moving_in = _differentiable(layer.inputs, variables)
     moving_out = [variables[n].differentiable and variables[n].role != "aux" for n in layer.outputs]
-    moved = [i for i in range(reads)] + [
+    moved = list(range(reads)) + [
         reads + operands + i for i, moves in enumerate(moving_in) if moves
     ]
     avals = layer.program.in_avals
@@ -113,7 +111,7 @@ def _link(layer: Layer, forward: Graph, backward: Graph) -> LayerCode:
     slots = backward.invars[: len(leaves)]
     cotangents = backward.invars[len(leaves) :]
     # Backward in terms of forward's variables: one graph in which both can be cut anew.
-    rename = {slot: leaf for slot, leaf in zip(slots, leaves, strict=True)}
+    rename = dict(zip(slots, leaves, strict=True))
     eqns = [
         eqn.replace(invars=[rename.get(a, a) if is_var(a) else a for a in eqn.invars])
         for eqn in backward.eqns

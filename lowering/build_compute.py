@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ratrain_jax.lowering.code import Range, Unit
 from ratrain_jax.lowering.program import (
     Backward,
@@ -104,7 +106,7 @@ class ComputeTasks:
         """Hands each boundary value from its producer along the stages that read it."""
         for v in unit.outputs:
             holders = self._reader_stages(v)
-            for source, target in zip(holders, holders[1:], strict=False):
+            for source, target in itertools.pairwise(holders):
                 value = self.variables[v, source, i]
                 copy = self.sheet.values.copy(value, target)
                 self.variables[v, target, i] = copy
@@ -171,7 +173,6 @@ class ComputeTasks:
 
     def _backward_unit(self, stage: int, i: int, layers: Range) -> None:
         unit = self.code.backward_unit(layers)
-        owners = [owner for owner in unit.accumulators]
         added, writes_to = self._accumulators(unit, stage, i)
         inputs = [
             self._recovered_inputs.get((v, i), self.variables[v, stage, i])
@@ -197,7 +198,7 @@ class ComputeTasks:
         )
         self._link(stage, task)
         self.sheet.last_backward[stage, i] = task
-        for owner in owners:
+        for owner in unit.accumulators:
             self.sheet.backwards.setdefault((stage, owner, i), []).append(task)
         self._send_gradients(unit, stage, i)
 

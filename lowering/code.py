@@ -98,7 +98,7 @@ class StepCode:
     def shard_axes(self) -> dict[int, int | None]:
         """The axis along which each state leaf is cut: none for those that belong to no layer."""
         invars = self.regions.step.invars
-        axes: dict[int, int | None] = {leaf: None for leaf in self.update.replicated}
+        axes: dict[int, int | None] = dict.fromkeys(self.update.replicated)
         for layer in self.update.layers:
             for leaf in (*layer.parameters, *layer.optimizer):
                 axes[leaf] = self.axis(invars[leaf].aval.shape)
@@ -142,6 +142,7 @@ class StepCode:
 
     @property
     def stages(self) -> int:
+        """P, the pipeline stages."""
         return max(self.stage_of) + 1
 
     @functools.cached_property
@@ -162,9 +163,11 @@ class StepCode:
         return next(b for b in self.blocks if b[0] <= layer < b[1])
 
     def layers_of(self, stage: int) -> list[int]:
+        """The layers of a stage."""
         return [i for i, s in enumerate(self.stage_of) if s == stage]
 
     def stage_blocks(self, stage: int) -> list[Range]:
+        """The blocks of a stage, in order."""
         return [b for b in self.blocks if self.stage_of[b[0]] == stage]
 
     def backward_ranges(self, stage: int, microbatch: int) -> list[Range]:

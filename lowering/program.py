@@ -94,6 +94,7 @@ class ArrayType:
 
     @property
     def bytes(self) -> int:
+        """Bytes of one copy."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
@@ -230,6 +231,7 @@ class Send(Op):
 
     @property
     def stages(self) -> tuple[int, ...]:
+        """The sender and the receiver."""
         return (self.stage, self.target)
 
 
@@ -258,6 +260,7 @@ class Borrow(Op):
 
     @property
     def stages(self) -> tuple[int, ...]:
+        """The sender and the receiver."""
         return (self.stage, self.target)
 
 
@@ -291,6 +294,7 @@ class GlobalReduce(Op):
 
     @property
     def stages(self) -> tuple[int, ...]:
+        """All that give or take."""
         return self.group
 
 

@@ -76,4 +76,5 @@ class Sheet:
         return len(self.tasks) - 1
 
     def bytes(self, value: int) -> int:
+        """Bytes of a value on each device."""
         return self.values.made[value].bytes

@@ -82,6 +82,44 @@ def backward_function(
     return backward
 
 
+def unit_key(code: StepCode, unit: Unit) -> tuple[Any, ...]:
+    """Equal for units whose functions are equal: their layers' code, and how these are wired, with numbers made local."""
+    names: dict[tuple[str, int], int] = {}
+
+    def local(kind: str, numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(names.setdefault((kind, n), len(names)) for n in numbers)
+
+    bundles = tuple(
+        local("p", code.bundles[unit.stage, owner]) for owner in (*unit.views, *unit.accumulators)
+    )
+    layers = tuple(
+        (
+            code.codes[n].fingerprint,
+            local("p", code.layered.layers[n].reads),
+            local("o", code.layered.layers[n].operands),
+            local("v", code.layered.layers[n].inputs),
+            local("v", code.layered.layers[n].outputs),
+            local("v", code.inner_inputs(n)),
+            local("p", code.codes[n].backward_reads),
+            local("o", code.codes[n].backward_operands),
+            local("v", code.codes[n].backward_inputs),
+            tuple(code.layered.variables[v].role for v in code.layered.layers[n].outputs),
+            tuple(code.layered.variables[v].differentiable for v in code.layered.layers[n].outputs),
+        )
+        for n in range(*unit.layers)
+    )
+    split = tuple(code.regions.operands[o].split for o in unit.operands)
+    variables = (unit.inputs, unit.outputs, unit.cotangents_in, unit.cotangents_out)
+    return (
+        bundles,
+        layers,
+        local("o", unit.operands),
+        split,
+        *(local("v", numbers) for numbers in variables),
+        (len(unit.views), len(unit.accumulators)),
+    )
+
+
 def _layer_backward(
     code: StepCode,
     n: int,

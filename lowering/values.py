@@ -42,16 +42,19 @@ class Values:
         microbatch: int | None = None,
         aliased: int = 0,
     ) -> int:
+        """Numbers a new value."""
         number = len(self.made)
         value = Value(number, kind, name, tuple(arrays), stage, layer, microbatch, aliased)
         self.made.append(value)
         return number
 
     def parameters(self, layer: int) -> int:
+        """A layer's parameter shards."""
         leaves = self.code.update.layers[layer].parameters
         return self._state(Kind.PARAMETERS, layer, leaves)
 
     def optimizer(self, layer: int) -> int:
+        """A layer's other state shards."""
         leaves = self.code.update.layers[layer].optimizer
         return self._state(Kind.OPTIMIZER, layer, leaves)
 
@@ -65,6 +68,7 @@ class Values:
         return ArrayType(_local(aval.shape, axis, self.code.data_parallel), str(aval.dtype))
 
     def replicated(self, stage: int) -> int:
+        """A stage's copy of the state of no layer."""
         leaves = self.code.update.replicated
         arrays = [array_type(self.code.regions.step.invars[leaf].aval) for leaf in leaves]
         return self.new(Kind.REPLICATED, "replicated", arrays, stage)
@@ -87,6 +91,7 @@ class Values:
         return update.parameters[update.params.index(param)]
 
     def accumulator(self, layer: int, stage: int, microbatch: int | None = None) -> int:
+        """A layer's whole gradients on a stage: summed, or with ZeRO-2 of one microbatch."""
         code = self.code
         arrays = [
             ArrayType(tuple(code.master[p].shape), str(gradient_dtype(code.master[p].dtype)))
@@ -95,6 +100,7 @@ class Values:
         return self.new(Kind.ACCUMULATOR, self._name(layer), arrays, stage, layer, microbatch)
 
     def gradient(self, layer: int, stage: int) -> int:
+        """A layer's gradient shards on a stage."""
         code = self.code
         arrays = []
         for p in code.bundles[stage, layer]:
@@ -109,16 +115,19 @@ class Values:
         return self.new(v.kind, v.name, v.arrays, stage, v.layer, v.microbatch)
 
     def variable(self, number: int, stage: int, microbatch: int) -> int:
+        """A boundary or loss value on a stage."""
         role = self.code.layered.variables[number].role
         kind = Kind.BOUNDARY if role == "boundary" else Kind.LOSS
         return self.new(kind, f"x{number}", [self._variables[number]], stage, microbatch=microbatch)
 
     def cotangent(self, number: int, stage: int, microbatch: int) -> int:
+        """The gradient of a boundary value on a stage."""
         return self.new(
             Kind.COTANGENT, f"x{number}", [self._variables[number]], stage, microbatch=microbatch
         )
 
     def residuals(self, layer: int, microbatch: int) -> int:
+        """A layer's residuals for one microbatch."""
         return self.new(
             Kind.RESIDUALS,
             self._name(layer),
@@ -137,6 +146,7 @@ class Values:
         return self.code.layered.layers[layer].name
 
     def partials(self, layer: int, phase: int) -> int:
+        """What a layer gives to the reduction after a phase."""
         arrays = [array_type(p.aval) for p in self.code.update.layers[layer].partials[phase]]
         return self.new(
             Kind.PARTIALS,
@@ -147,10 +157,12 @@ class Values:
         )
 
     def scalars(self, phase: int, stage: int) -> int:
+        """What a reduction gives to a stage."""
         arrays = [array_type(aval) for aval in self.code.update.reductions[phase - 1].scalars]
         return self.new(Kind.SCALARS, f"scalars{phase}", arrays, stage)
 
     def layer_outputs(self, layer: int) -> int:
+        """Arrays of one layer among the step's results."""
         code = self.code
         outvars = code.regions.step.outvars
         arrays = []
@@ -166,5 +178,6 @@ class Values:
         return self.new(Kind.OPERAND, f"argument{leaf}", [array_type(aval)], stage)
 
     def metrics(self, stage: int) -> int:
+        """The step's other results."""
         arrays = [array_type(aval) for aval in self.code.update.metrics.out_avals]
         return self.new(Kind.METRICS, "metrics", arrays, stage)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core as jex
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.regions import loss_region_p

@@ -25,7 +25,6 @@ class Signature:
         avals: types of all flat inputs, the state's first.
         names: the path of each flat input.
         has_state: whether the step returns a new state.
-        has_rest: whether it returns anything beside, as the second half of a pair.
     """
 
     state: Any
@@ -37,6 +36,7 @@ class Signature:
 
     @property
     def states(self) -> int:
+        """How many leaves the state has."""
         return self.state.num_leaves
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from ratrain_jax.kernels import load_machine
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.lower import lower_step
-from ratrain_jax.kernels import load_machine
 from ratrain_jax.options import Options, Window
 from ratrain_jax.runtime.compiled import Compiled
 from ratrain_jax.tracing import abstract, trace_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np

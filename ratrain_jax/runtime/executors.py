@@ -60,6 +60,7 @@ class Executors:
         ]
 
     def __call__(self, op: Op) -> Execute:
+        """What an op runs."""
         return _MAKERS[type(op)](self, op)
 
     def executable(self, stage: int, recipe: Recipe) -> Callable[..., Any]:

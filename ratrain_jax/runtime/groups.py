@@ -32,10 +32,12 @@ class Group:
 
     @property
     def size(self) -> int:
+        """D, the devices of the group."""
         return len(self.devices)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
+        """The devices as a mesh of one axis."""
         return Mesh(np.array(self.devices), (AXIS,))
 
     @functools.cached_property

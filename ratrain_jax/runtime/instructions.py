@@ -28,9 +28,9 @@ Bundle = tuple[Any, ...]
 Execute = Callable[[Sequence[Bundle]], Sequence[Bundle]]
 
 COMPUTE, LINK = 0, 1
-THREAD_OF: dict[type[Op], int] = {
-    op: COMPUTE for op in (Prologue, Forward, Recover, Backward, ZeroGradient)
-}
+THREAD_OF: dict[type[Op], int] = dict.fromkeys(
+    (Prologue, Forward, Recover, Backward, ZeroGradient), COMPUTE
+)
 
 
 class Stopped(Exception):
@@ -131,6 +131,7 @@ class Inbox:
         self._queue: queue.SimpleQueue[tuple[int, Bundle] | None] = queue.SimpleQueue()
 
     def put(self, value: int, bundle: Bundle) -> None:
+        """Hands a value over."""
         self._queue.put((value, bundle))
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
 """Measures when each op of a running step started and ended.
 
-Launching is asynchronous, so an op's end is when what it made is ready, seen by a thread a stage and lane. Its start is the latest
-of: its launch, the end of what made its inputs, and the end of the op before it in its lane. To see an array that the
+Launching is asynchronous, so an op's end is when what it made is ready, seen by a thread a stage and lane. Its start is the
+latest of: its launch, the end of what made its inputs, and the end of the op before it in its lane. To see an array that the
 next op will use up, a tiny program reads one element of it first; so a measured step is a little slower than others.
 """
 

@@ -81,6 +81,7 @@ class Recipes:
         return tuple(lead + op.reads.index(v) for v in op.donates)
 
     def forward(self, op: Forward | Recover) -> Recipe:
+        """A block's forward; Recover runs the very same."""
         unit = self.code.forward_unit(op.layers)
         run = forward_function(self.code, unit)
         counts = (len(unit.views), len(unit.operands), len(unit.inputs))
@@ -108,6 +109,7 @@ class Recipes:
         return Recipe(("tie", _shapes(types)), function, types)
 
     def backward(self, op: Backward) -> Recipe:
+        """A unit's backward."""
         unit = self.code.backward_unit(op.layers)
         layers = op.layers[1] - op.layers[0]
         added = len(op.donates)
@@ -141,6 +143,7 @@ class Recipes:
         return Recipe(key, function, types, self._donated(op, 1))
 
     def zero_gradient(self, op: ZeroGradient) -> Recipe:
+        """A layer's zero gradients."""
         arrays = self.bundle(op.writes[0])
 
         def function(index: Any) -> tuple[Bundle, ...]:
@@ -150,6 +153,7 @@ class Recipes:
         return Recipe(("zero", _shapes(arrays)), function, (INDEX_TYPE,))
 
     def prologue(self, op: Prologue) -> Recipe:
+        """The operands that the prologue computes, each rank its own rows."""
         code = self.code
         run = as_function(code.prologue)
 
@@ -163,6 +167,7 @@ class Recipes:
         return Recipe("prologue", function, self._types(op.reads))
 
     def metrics(self, op: Metrics) -> Recipe:
+        """What the step returns beside the state."""
         code = self.code
         run = as_function(code.update.metrics)
         scalars = len(code.update.reductions)
@@ -265,6 +270,7 @@ class Recipes:
         return Recipe(key, function, (types,)), in_place
 
     def update(self, op: UpdateShard) -> Recipe:
+        """One phase of a layer's update, or a stage's replicated update."""
         if op.layer is None:
             run = as_function(self.code.update.replicated_program)
             types = self._types(op.reads)
