@@ -133,6 +133,7 @@ class Accelerator:
       wide_rate: Rate of a multiply-add into an accumulator of twice the operand's width, as a
         share of the plain rate.
       dma_start_cycles: Cycles to start a transfer and see its end, paid once a transfer.
+      exp_operations: Vector operations of one float32 exponential.
       dma_modes: Kinds of transfer that the DMA engine knows.
       accumulator: "fp32", "fp16", or "promote" (FP16 inside one K block, FP32 between blocks).
     """
@@ -148,6 +149,7 @@ class Accelerator:
     vector_load_bytes: int = quantity("bytes/cycle", 8, 65536, whole=True)
     dma_start_cycles: int = quantity("cycles", 0, 1e7, whole=True)
     wide_rate: float = quantity("a share", 0.01, 1, default=0.5)
+    exp_operations: int = quantity("vector operations", 1, 1000, default=10, whole=True)
     dma_modes: tuple[str, ...] = ("point", "broadcast")
     accumulator: str = choice(ACCUMULATORS, default="fp32")
 

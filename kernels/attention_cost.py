@@ -1,0 +1,308 @@
+"""Time and traffic of attention: forward, and backward in its two forms.
+
+The forward pass and the memory-resident backward are counted from their tile loops. The DDR-staged
+backward is what one gets without a fused kernel: seven steps, each reading from and writing to DDR,
+
+    S = Q·Kᵀ → P = softmax(S) → dV = Pᵀ·dO → dP = dO·Vᵀ → dS = P∘(dP−D) → dQ = dS·K → dK = dSᵀ·Q
+
+with S and dP in float32 and P and dS in float16, so that both forms give the same results. Its five
+products are planned and costed as products; its two elementwise steps are bound by DDR or by vector
+arithmetic. A plain product knows no mask: causality saves the staged form nothing.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from ratrain_jax.kernels.attention_plan import (
+    HALF,
+    WIDE,
+    Attention,
+    AttentionPlan,
+    check_attention_plan,
+    plan_attention,
+)
+from ratrain_jax.kernels.cost import KernelCost, assumptions, cost_gemm
+from ratrain_jax.kernels.gemm_cost import Transfer
+from ratrain_jax.kernels.gemm_plan import micro_kernels
+from ratrain_jax.kernels.machine import Machine
+from ratrain_jax.kernels.microkernel import fill_cycles, step_cycles
+from ratrain_jax.kernels.tiles import Gemm, accelerator_of, ceil_div
+
+# Vector operations on one score beside the exponential: scale, mask, maximum, subtract, sum, cast
+# (forward); scale, mask, subtract, cast and dP − D, times P, times scale, cast (backward).
+_FORWARD_OPS = 6
+_BACKWARD_OPS = 8
+_STARTS = {"forward": 3, "backward": 4}  # DMA starts a tile
+
+
+@functools.lru_cache(maxsize=65536)
+def tile_cycles(rows: int, cols: int, depth: int, accumulator: str, machine: Machine) -> int:
+    """Returns the cycles of one on-chip product of a core, with its best micro-kernel."""
+    accelerator = accelerator_of(machine)
+    gemm = Gemm(rows, cols, depth, accumulator=accumulator)
+    lanes = accelerator.lanes(gemm.bytes)
+    best = None
+    for m, n, _ in micro_kernels(Gemm(1, 1, 1, accumulator=accumulator), machine, "outer"):
+        whole, rest = divmod(cols, n * lanes)
+        cycles = 0
+        for count, vectors in ((whole, n), (int(rest > 0), ceil_div(rest, lanes))):
+            if count:
+                step = step_cycles(m, vectors, gemm, accelerator)
+                cycles += count * int(depth * step + fill_cycles(m, vectors, gemm, accelerator))
+        cycles *= ceil_div(rows, m)
+        best = cycles if best is None else min(best, cycles)
+    assert best is not None  # every accelerator that plans products has a micro-kernel
+    return best
+
+
+def _vector_cycles(elements: int, operations: int, machine: Machine) -> int:
+    """Cycles of float32 vector arithmetic on one core."""
+    accelerator = accelerator_of(machine)
+    return ceil_div(elements * operations, accelerator.lanes(WIDE) * accelerator.fma_units)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Steps:
+    """What one head costs under a plan.
+
+    Attributes:
+      tiles: Tiles of the busiest core.
+      slices: Registers of keys, or tiles' shares of them, that the busiest core computes.
+      passes: How often streamed operands pass by.
+    """
+
+    tiles: int
+    slices: int
+    passes: int
+
+
+@functools.lru_cache(maxsize=65536)
+def steps(shape: Attention, plan: AttentionPlan, cores: int, lanes: int) -> Steps:
+    """Counts the tiles of one head, skipping what causality masks."""
+    team = cores // plan.groups
+    tiles = ceil_div(shape.rows, plan.block_q)
+    ends = np.minimum((np.arange(tiles) + 1) * plan.block_q, shape.rows)
+    last = np.where(ends % shape.queries == 0, shape.queries, ends % shape.queries)
+    # A tile that spans two heads' queries sees as far as the longer of them.
+    spans = (ends - 1) // shape.queries != (ends - plan.block_q).clip(0) // shape.queries
+    last = np.where(spans, shape.queries, last)
+    seen = np.minimum(last, shape.keys) if shape.causal else np.full(tiles, shape.keys)
+    if plan.which == "forward":
+        blocks = ceil_div(seen, plan.block_k)
+        by_core = [int(blocks[core::team].sum()) for core in range(min(team, tiles))]
+        return Steps(max(by_core), max(by_core), ceil_div(tiles, team))
+    slices = ceil_div(seen, lanes)
+    at_once = team * (ceil_div(plan.block_k, lanes))
+    passes = ceil_div(ceil_div(shape.keys, lanes), at_once)
+    total = count = 0
+    for turn in range(passes):
+        here = np.clip(slices - turn * at_once, 0, at_once)
+        total += int(ceil_div(here, team).sum())
+        count += int((here > 0).sum())
+    return Steps(count, total, passes)
+
+
+def cost_attention(
+    shape: Attention, machine: Machine, plan: AttentionPlan | None = None, which: str = "forward"
+) -> KernelCost:
+    """Returns the cost of one pass of attention.
+
+    Args:
+      shape: The attention.
+      machine: A machine with an accelerator.
+      plan: The plan of a forward or memory-resident backward pass; the best one unless given.
+      which: Without a plan: "forward", "backward" (memory-resident) or "staged" (DDR-staged
+        backward, whose products get plans of their own).
+
+    Returns:
+      The cost.
+
+    Raises:
+      MachineError: If the plan does not fit the machine.
+    """
+    if plan is None:
+        if which == "staged":
+            return _staged(shape, machine)
+        plan = plan_attention(shape, machine, which)
+    check_attention_plan(plan, shape, machine)
+    accelerator = accelerator_of(machine)
+    count = steps(shape, plan, accelerator.cores, accelerator.lanes(HALF))
+    cycles = {"forward": _forward_cycles, "backward": _backward_cycles}[plan.which]
+    moved = _forward_bytes
+    if plan.which == "backward":
+        moved = functools.partial(_backward_bytes, team=accelerator.cores // plan.groups)
+    one = moved(shape, plan, count)
+    transfers = {kind: total * shape.count for kind, total in one.items() if total}
+    rounds = ceil_div(shape.count, plan.groups)
+    compute = rounds * cycles(shape, plan, count, machine) / accelerator.clock
+    starts = rounds * count.tiles * _STARTS[plan.which] * accelerator.dma_start_cycles
+    starts = starts / accelerator.clock
+    return _assemble(shape, machine, plan, transfers, compute, starts)
+
+
+def _forward_cycles(shape: Attention, plan: AttentionPlan, count: Steps, machine: Machine) -> int:
+    q, k, size = plan.block_q, plan.block_k, shape.head_size
+    tile = tile_cycles(q, k, size, shape.accumulator, machine)
+    tile += tile_cycles(q, size, k, shape.accumulator, machine)
+    exp = accelerator_of(machine).exp_operations
+    tile += _vector_cycles(q * k, _FORWARD_OPS + exp, machine)
+    tile += _vector_cycles(q * size, 1, machine)
+    return count.tiles * tile
+
+
+def _backward_cycles(shape: Attention, plan: AttentionPlan, count: Steps, machine: Machine) -> int:
+    """The tile's products scale with the registers of keys that are not masked."""
+    accelerator = accelerator_of(machine)
+    q, size, acc = plan.block_q, shape.head_size, shape.accumulator
+    lanes = accelerator.lanes(HALF)
+    slices = max(1, round(count.slices / max(count.tiles, 1)))
+    k = min(slices * lanes, plan.block_k)
+    tile = 2 * tile_cycles(q, k, size, acc, machine)
+    tile += 2 * tile_cycles(size, k, q, acc, machine)
+    tile += tile_cycles(q, size, k, acc, machine)
+    tile += _vector_cycles(q * k, _BACKWARD_OPS + accelerator.exp_operations, machine)
+    return ceil_div(tile * count.slices, slices)
+
+
+def _forward_bytes(shape: Attention, plan: AttentionPlan, count: Steps) -> dict[Transfer, int]:
+    """Bytes of one head. Every round of row tiles has keys and values pass by once."""
+    rows, size = shape.rows, shape.head_size
+    scores = _computed_scores(shape, plan)
+    return {
+        ("DDR", "SM", "point"): rows * size * HALF,
+        ("DDR", "AM", "broadcast"): count.passes * 2 * shape.keys * size * HALF,
+        ("DDR", "AM", "point"): scores * HALF * shape.bias,
+        ("AM", "SM", "point"): scores * HALF,
+        ("AM", "DDR", "point"): rows * (size * HALF + WIDE),
+    }
+
+
+def _backward_bytes(
+    shape: Attention, plan: AttentionPlan, count: Steps, team: int
+) -> dict[Transfer, int]:
+    """Bytes of one head. O is read once, for D; Q, dO, the log-sum-exp and D in every pass."""
+    rows, size = shape.rows, shape.head_size
+    scores = _computed_scores(shape, plan)
+    between = (count.passes - 1) * rows * size * WIDE
+    return {
+        ("DDR", "SM", "broadcast"): count.passes * rows * (2 * size * HALF + 2 * WIDE),
+        ("DDR", "AM", "point"): 2 * shape.keys * size * HALF
+        + rows * size * HALF
+        + between
+        + scores * HALF * shape.bias,
+        ("AM", "SM", "point"): scores * HALF,
+        ("AM", "GSM", "point"): team * count.passes * rows * size * WIDE,
+        ("GSM", "DDR", "point"): between + rows * size * HALF,
+        ("AM", "DDR", "point"): 2 * shape.keys * size * HALF + rows * WIDE,
+    }
+
+
+def _computed_scores(shape: Attention, plan: AttentionPlan) -> int:
+    """Scores of one head that are computed: whole tiles of rows, up to the diagonal."""
+    if not shape.causal:
+        return shape.rows * shape.keys
+    starts = np.arange(0, shape.queries, plan.block_q)
+    seen = np.minimum(np.minimum(starts + plan.block_q, shape.queries), shape.keys)
+    rows = np.minimum(plan.block_q, shape.queries - starts)
+    return int((rows * seen).sum()) * (shape.heads // shape.kv_heads)
+
+
+def _assemble(
+    shape: Attention,
+    machine: Machine,
+    plan: AttentionPlan,
+    transfers: dict[Transfer, int],
+    compute: float,
+    starts: float,
+) -> KernelCost:
+    ports = ("DDR", "GSM")
+    loads = {
+        port: sum(total for kind, total in transfers.items() if port in kind[:2])
+        / machine.memory(port).bandwidth
+        for port in ports
+    }
+    busy = compute + starts
+    # The first tiles come in and the last ones go out with nothing to hide behind.
+    size, groups = shape.head_size * HALF, plan.groups
+    ends = groups * (plan.block_q + 2 * plan.block_k) * size + groups * plan.block_q * size
+    fill = ends / machine.memory("DDR").bandwidth
+    hidden = tuple(port for port in ports if 2 * loads[port] <= max(busy, *loads.values()))
+    if "DDR" in hidden:
+        hidden = tuple(port for port in hidden if port != "DDR")  # the ends are never hidden
+    return KernelCost(
+        seconds=max(busy, *loads.values()) + fill,
+        flops=shape.flops(plan.which),
+        peak=accelerator_of(machine).peak_flops(HALF),
+        compute_seconds=compute,
+        start_seconds=starts,
+        fill_seconds=fill,
+        transfers=tuple(transfers.items()),
+        hidden=(*hidden, "SM", "AM"),
+        assumed=assumptions(machine),
+    )
+
+
+def _staged(shape: Attention, machine: Machine) -> KernelCost:
+    rows, keys, size, acc = shape.rows, shape.keys, shape.head_size, shape.accumulator
+    scores = rows * keys
+    products = (
+        Gemm(rows, keys, size, form="nt", accumulator=acc, out_dtype="float32"),  # S
+        Gemm(keys, size, rows, form="tn", accumulator=acc),  # dV
+        Gemm(rows, keys, size, form="nt", accumulator=acc, out_dtype="float32"),  # dP
+        Gemm(rows, size, keys, form="nn", accumulator=acc),  # dQ
+        Gemm(keys, size, rows, form="tn", accumulator=acc),  # dK
+    )
+    costs = [cost_gemm(gemm, machine) for gemm in products]
+    exp = accelerator_of(machine).exp_operations
+    elementwise = (
+        _stream(
+            scores * WIDE + rows * WIDE + scores * HALF * shape.bias,
+            scores * HALF,
+            scores * (exp + 4),
+            machine,
+        ),
+        _stream(
+            scores * (WIDE + HALF) + 2 * rows * size * HALF,
+            scores * HALF,
+            scores * 4 + 2 * rows * size,
+            machine,
+        ),
+    )
+    costs += list(elementwise)
+    moved: dict[Transfer, int] = {}
+    for cost in costs:
+        for kind, total in cost.transfers:
+            moved[kind] = moved.get(kind, 0) + total * shape.count
+    return KernelCost(
+        seconds=shape.count * sum(cost.seconds for cost in costs),
+        flops=shape.flops("backward"),
+        peak=costs[0].peak,
+        compute_seconds=shape.count * sum(cost.compute_seconds for cost in costs),
+        start_seconds=shape.count * sum(cost.start_seconds for cost in costs),
+        fill_seconds=shape.count * sum(cost.fill_seconds for cost in costs),
+        transfers=tuple(moved.items()),
+        hidden=tuple(sorted(set.intersection(*(set(cost.hidden) for cost in costs)))),
+        assumed=costs[0].assumed,
+    )
+
+
+def _stream(reads: int, writes: int, operations: int, machine: Machine) -> KernelCost:
+    """Costs an elementwise step over all cores, from DDR to DDR."""
+    accelerator = accelerator_of(machine)
+    each = ceil_div(operations, accelerator.cores)
+    compute = _vector_cycles(each, 1, machine) / accelerator.clock
+    memory = (reads + writes) / machine.memory("DDR").bandwidth
+    hidden = ("SM", "AM", "GSM") + (("DDR",) if 2 * memory <= compute else ())
+    return KernelCost(
+        seconds=max(compute, memory),
+        flops=0,
+        peak=accelerator.peak_flops(HALF),
+        compute_seconds=compute,
+        start_seconds=0.0,
+        fill_seconds=0.0,
+        transfers=((("DDR", "AM", "point"), reads), (("AM", "DDR", "point"), writes)),
+        hidden=hidden,
+        assumed=(),
+    )
