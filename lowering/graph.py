@@ -16,7 +16,7 @@ from jax.extend import core as jex
 
 from ratrain_jax import compat
 
-Var = jex.Var
+Var = Any  # jex.Var, whose aval JAX types too loosely for a type checker
 Atom = Any  # Var or jex.Literal
 Eqn = Any  # jex.JaxprEqn
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy
 from jax.extend import core as jex
 
@@ -74,6 +75,16 @@ def new_var(aval: Any) -> jex.Var:
 
 
 _KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
+def is_tracer(leaf: Any) -> bool:
+    """Whether a value is being traced."""
+    return isinstance(leaf, jax.core.Tracer)
+
+
+def is_extended(dtype: Any) -> bool:
+    """Whether a dtype is one of JAX's own, such as that of typed keys."""
+    return jax.numpy.issubdtype(dtype, jax.dtypes.extended)
 
 
 def dtype_named(name: str) -> Any:

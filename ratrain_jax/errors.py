@@ -13,6 +13,10 @@ class StepError(RATrainError, ValueError):
     """The train step is not of a form that can be lowered."""
 
 
+class LossError(StepError, TypeError):
+    """The loss is no real scalar; also a `TypeError`, which JAX raises for it."""
+
+
 class UnsupportedError(StepError):
     """The train step uses a construct that is refused by name."""
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from ratrain_jax import compat
-from ratrain_jax.lowering.regions import loss_region_p
+from ratrain_jax.errors import LossError
+from ratrain_jax.lowering.graph import inline
+from ratrain_jax.lowering.regions import loss_region_p, refused_loss_p
+
+_WITHOUT_EFFECT = "Remove it, or return the value as a scalar with has_aux=True."
 
 
 def value_and_grad(
@@ -30,7 +35,8 @@ def value_and_grad(
         A function with the arguments of `fun` that returns `(value, gradients)`.
 
     Raises:
-        TypeError: as `jax.value_and_grad` does: the loss is no real scalar, or an argument not differentiable.
+        LossError: the loss is no real scalar; a `TypeError`, like JAX's.
+        TypeError: as `jax.value_and_grad` does: an argument is not differentiable.
 
     Example:
         >>> import ratrain_jax as rt
@@ -38,13 +44,13 @@ def value_and_grad(
         >>> float(value), float(grad)
         (9.0, 6.0)
     """
-    plain = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
+    plain = jax.value_and_grad(_checked(fun, has_aux), argnums=argnums, has_aux=has_aux)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         wanted = [args[n] for n in numbers]
         leaves, tree = jax.tree.flatten(wanted)
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if not any(compat.is_tracer(leaf) for leaf in leaves):
             return plain(*args, **kwargs)
         # JAX's own checks of the loss and its arguments, with JAX's own messages.
         (_, grads_shape) = jax.eval_shape(
@@ -57,7 +63,12 @@ def value_and_grad(
 
         closed, shape = jax.make_jaxpr(flat_loss, return_shape=True)(*leaves)
         if closed.effects:
-            return plain(*args, **kwargs)
+            names = [f"`{eqn.primitive.name}`" for eqn in inline(closed).eqns if eqn.effects]
+            how = (
+                f"the loss has a side effect: {', '.join(dict.fromkeys(names))}. {_WITHOUT_EFFECT}"
+            )
+            marked = tree.unflatten(refused_loss_p.bind(*leaves, how=how))
+            return plain(*_with(args, numbers, marked), **kwargs)
         aux_tree = jax.tree.structure(shape[1])
         hoisted = compat.closed(
             [*closed.jaxpr.constvars, *closed.jaxpr.invars], closed.jaxpr.outvars, closed.jaxpr.eqns
@@ -104,6 +115,29 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
+
+
+def _checked(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """The loss, checked to be a real scalar when it is traced."""
+
+    @functools.wraps(fun)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        for leaf in jax.tree.leaves(out[0] if has_aux else out):
+            aval = jax.typeof(leaf)
+            if aval.shape:
+                raise LossError(
+                    f"the loss has shape {aval.shape}, but only a scalar can be differentiated."
+                    " Take the mean over its examples."
+                )
+            if not jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
+                raise LossError(
+                    f"the loss is of dtype {aval.dtype}, which cannot be differentiated."
+                    " Compute it in a float type."
+                )
+        return out
+
+    return checked
 
 
 def _with(args: Sequence[Any], numbers: Sequence[int], chosen: Sequence[Any]) -> list[Any]:

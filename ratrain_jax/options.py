@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ratrain_jax.errors import OptionError
@@ -72,6 +72,8 @@ class Options:
         _one_of("zero", self.zero, (1, 2))
         if not isinstance(self.window, Window):
             raise OptionError(f"window must be a ratrain_jax.Window, got {self.window!r}.")
+        _sequence("batch_argnums", self.batch_argnums, "argument numbers such as (1,)")
+        _sequence("devices", self.devices, "devices such as jax.devices()")
         limit = self.memory_limit
         if isinstance(limit, Sequence):
             if len(limit) != self.stages:
@@ -105,6 +107,11 @@ class Options:
             window_microbatches=self.window.microbatches,
             memory_limit=tuple(limits),
         )
+
+
+def _sequence(name: str, value: Any, what: str) -> None:
+    if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+        raise OptionError(f"{name} must be a sequence of {what}, got {value!r}.")
 
 
 def _one_of(name: str, value: Any, known: Sequence[Any]) -> None:

@@ -15,15 +15,8 @@ WIDTH = 80
 def layer_table(program: Program) -> str:
     """The layers of a program: stage, block, parameters, work for one microbatch, recovery."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (
-        ("stage", "right"),
-        ("block", "right"),
-        ("layer", "left"),
-        ("arrays", "right"),
-        ("MFLOP", "right"),
-        ("share", "right"),
-        ("activations", "left"),
-    ):
+    for name in ("stage", "block", "layer", "arrays", "MFLOP", "share", "activations"):
+        justify = "left" if name in ("layer", "activations") else "right"
         table.add_column(name, justify=justify, overflow="ellipsis", no_wrap=True)
     total = sum(layer.seconds for layer in program.layers) or 1.0
     for layer in program.layers:

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from ratrain_jax.errors import BatchError, StepError, UnsupportedError
+from ratrain_jax import compat
+from ratrain_jax.errors import BatchError, OptionError, StepError, UnsupportedError
 from ratrain_jax.lowering.lower import Trace
 from ratrain_jax.lowering.regions import rows_per_microbatch
 from ratrain_jax.options import Options
@@ -71,6 +72,7 @@ def trace_step(
     Raises:
         StepError: the step has no arguments or its microbatch-sized trace fails.
         BatchError: the batch does not divide.
+        OptionError: batch_argnums name other arguments.
     """
     if not args:
         raise StepError("a train step takes the state as its first argument, but none was given.")
@@ -122,7 +124,7 @@ def _batch_arguments(count: int, options: Options) -> set[int]:
         return set(range(1, count))
     chosen = set(options.batch_argnums)
     if not chosen <= set(range(1, count)):
-        raise StepError(
+        raise OptionError(
             f"batch_argnums={tuple(options.batch_argnums)} must name arguments 1 to {count - 1};"
             " argument 0 is the state."
         )
@@ -150,7 +152,7 @@ def _shrink(tree: Any, options: Options, where: str) -> Any:
 
 
 def _is_split(leaf: jax.ShapeDtypeStruct) -> bool:
-    return bool(leaf.shape) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return bool(leaf.shape) and not compat.is_extended(leaf.dtype)
 
 
 def _trace_small(step: Callable[..., Any], state: Any, rest: Sequence[Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, StateError
 from ratrain_jax.lowering.program import Kind, Value
 from ratrain_jax.runtime.executables import shared_library
@@ -41,19 +42,13 @@ class Compiled:
         library = self._library = shared_library(self._code.fingerprint, self._groups)
         executors = Executors(self._code, self._program, self._groups, library)
         self._plan = flatten(self._program, executors)
-        self._gathers = {
-            v: executors.gather(value.layer, value.stage)
-            for v, value in enumerate(self._program.values)
-            if v in set(self._program.inputs)
-            and value.kind is Kind.VIEW
-            and value.layer is not None
-        }
-        self._in_place = {
-            v: executors.recipes.gather(
-                self._program.values[v].layer, self._program.values[v].stage
-            )[1]
-            for v in self._gathers
-        }
+        views = [
+            (v, self._program.values[v].layer or 0, self._program.values[v].stage)
+            for v in self._program.inputs
+            if self._program.values[v].kind is Kind.VIEW
+        ]
+        self._gathers = {v: executors.gather(layer, stage) for v, layer, stage in views}
+        self._in_place = {v: executors.recipes.gather(layer, stage)[1] for v, layer, stage in views}
         self.executables = library.finish(progress)
         self._link = concurrent.futures.ThreadPoolExecutor(1, "ratrain-link")
         self._own = Ownership()
@@ -298,7 +293,7 @@ class Compiled:
 
 def _array(leaf: Any) -> Any:
     """A leaf of the batch as an array that may be cut; typed keys stay JAX arrays."""
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if isinstance(leaf, jax.Array) and compat.is_extended(leaf.dtype):
         return leaf
     dtype = jax.typeof(leaf).dtype
     return np.array(leaf, dtype=dtype)

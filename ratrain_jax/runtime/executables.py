@@ -66,7 +66,7 @@ def _pool() -> concurrent.futures.ThreadPoolExecutor:
 def shared_library(fingerprint: str, groups: Sequence[Group]) -> Library:
     """The library of a step's code on these devices: the one that a living compiled step has, or a new one."""
     devices = tuple(device.id for group in groups for device in group.devices)
-    key = (fingerprint, devices, bool(jax.config.jax_enable_x64))
+    key = (fingerprint, devices, jax.numpy.result_type(float).name)
     library = _libraries.get(key)
     if library is None:
         library = Library(groups)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from ratrain_jax import compat
 from ratrain_jax.lowering.program import Op
 from ratrain_jax.runtime.instructions import LINK, THREAD_OF, Bundle, Instruction
 
@@ -115,7 +116,7 @@ def _shards(made: Sequence[Bundle]) -> Sequence[Any]:
     """The shards of one array of what an op made."""
     for bundle in made:
         for array in bundle:
-            if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+            if not compat.is_extended(array.dtype):
                 return array.addressable_shards
     return ()
 

@@ -261,8 +261,9 @@ class Recipes:
             out = []
             for shard, j in zip(shards, moved, strict=True):
                 cast = shard.astype(dtypes[j])
-                if axes[j] is not None:
-                    cast = jax.lax.all_gather(cast, AXIS, axis=axes[j], tiled=True)
+                axis = axes[j]
+                if axis is not None:
+                    cast = jax.lax.all_gather(cast, AXIS, axis=axis, tiled=True)
                 out.append(cast)
             return tuple(out)
 
