@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ratrain_jax import compat
-from ratrain_jax.errors import UnsupportedError
+from ratrain_jax.errors import StepError, UnsupportedError
 from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, is_var, needed
 from ratrain_jax.lowering.marks import layer_mark_p
 
@@ -108,10 +108,18 @@ def sort_equations(loss: Graph, params: int) -> Flow:
 
     Returns:
         The equations that its results need, sorted.
+
+    Raises:
+        StepError: they need none.
     """
     from_params = set(loss.invars[:params])
     from_operands = set(loss.invars[params:])
     live = needed(loss.eqns, loss.outvars, loss.invars)[0]
+    if not live:
+        raise StepError(
+            "the loss computes nothing, so it cannot depend on both the parameters and the batch."
+            " Compute it from them inside the function that ratrain_jax.value_and_grad takes."
+        )
     for eqn in live:
         for reached in (from_params, from_operands):
             if any(is_var(atom) and atom in reached for atom in eqn.invars):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ratrain_jax.errors import MemoryLimitError
 from ratrain_jax.kernels import Machine
@@ -30,9 +31,7 @@ def recovered_layers(code: StepCode, blocks: Sequence[int]) -> tuple[bool, ...]:
         )
         for stage, count in enumerate(blocks)
     ]
-    return tuple(
-        code.block_of[n] < depth[stage] for n, stage in enumerate(code.stage_of)
-    )
+    return tuple(code.block_of[n] < depth[stage] for n, stage in enumerate(code.stage_of))
 
 
 def program_within_limit(code: StepCode, settings: Settings, machine: Machine) -> Program:
@@ -41,28 +40,36 @@ def program_within_limit(code: StepCode, settings: Settings, machine: Machine) -
     Raises:
         MemoryLimitError: a stage is over its limit whatever is recovered.
     """
-    most = [len(code.stage_blocks(stage)) for stage in range(code.stages)]
     if settings.recovery == "auto":
-        return _least_recovery(code, settings, machine, most)
+        return _least_recovery(code, settings, machine)
+    most = [len(code.stage_blocks(stage)) for stage in range(code.stages)]
     blocks = [0] * code.stages if settings.recovery == "none" else most
     program = build_program(code, settings, machine, recovered_layers(code, blocks))
-    _check(program, blocks, most)
+    over = [(excess, stage) for stage, excess in enumerate(_excess(program)) if excess > 0]
+    if over:
+        remedy = _LESS_RECOVERED if settings.recovery == "none" else _ALL_RECOVERED
+        _refuse(program, min(over)[1], remedy)
     return program
 
 
-def _least_recovery(
-    code: StepCode, settings: Settings, machine: Machine, most: Sequence[int]
-) -> Program:
+def _least_recovery(code: StepCode, settings: Settings, machine: Machine) -> Program:
     """Raises each stage's recovered prefix until it fits."""
+    most = [len(code.stage_blocks(stage)) for stage in range(code.stages)]
     blocks = [0] * code.stages
+    # The least that each stage was over its limit, and with which program.
+    closest: dict[int, tuple[int, Program]] = {}
     while True:
         program = build_program(code, settings, machine, recovered_layers(code, blocks))
-        over = [s for s, excess in enumerate(_excess(program)) if excess > 0]
+        over = {stage: excess for stage, excess in enumerate(_excess(program)) if excess > 0}
         if not over:
             return program
-        stuck = [s for s in over if blocks[s] == most[s]]
+        for stage, excess in over.items():
+            if stage not in closest or excess < closest[stage][0]:
+                closest[stage] = (excess, program)
+        stuck = [stage for stage in over if blocks[stage] == most[stage]]
         if stuck:
-            _check(program, blocks, most)
+            stage = min(stuck, key=lambda stage: closest[stage][0])
+            _refuse(closest[stage][1], stage, _ALL_RECOVERED)
         for stage in over:
             blocks[stage] += 1
 
@@ -76,23 +83,20 @@ def _excess(program: Program) -> list[int]:
     return [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
 
 
-def _check(program: Program, blocks: Sequence[int], most: Sequence[int]) -> None:
-    """Raises if a stage is over its limit: the smallest shortfall, and its largest term."""
-    over = [(excess, s) for s, excess in enumerate(_excess(program)) if excess > 0]
-    if not over:
-        return
-    excess, stage = min(over)
+_LESS_RECOVERED = 'Use recovery="auto" or "forward".'
+_ALL_RECOVERED = (
+    "Use more stages, more microbatches or more data-parallel devices, or raise the limit."
+)
+
+
+def _refuse(program: Program, stage: int, remedy: str) -> NoReturn:
+    """Raises the error for a stage over its limit: by how much, and its largest term."""
     analysis = memory_analysis(program)
+    limit, peak = program.settings.memory_limit[stage], analysis.peaks[stage]
     kind, count = _largest_term(analysis, stage)
-    everything = all(b == m for b, m in zip(blocks, most, strict=True))
-    remedy = (
-        "Use more stages, more microbatches or more data-parallel devices, or raise the limit."
-        if everything
-        else 'Use recovery="auto" or "forward".'
-    )
     raise MemoryLimitError(
-        f"stage {stage} needs {analysis.peaks[stage]:,} bytes a device, {excess:,} over its limit of"
-        f" {program.settings.memory_limit[stage]:,}; the largest term is {kind}, {count:,} bytes. {remedy}"
+        f"stage {stage} needs {peak:,} bytes a device, {peak - limit:,} over its limit of {limit:,};"
+        f" the largest term is {kind}, {count:,} bytes. {remedy}"
     )
 
 

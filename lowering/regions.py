@@ -43,12 +43,41 @@ def _types(*avals: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Pat
     return [*loss.out_avals, *(avals[i] for i in diff)]
 
 
+refused_loss_p = jex.Primitive("ratrain_refused_loss")
+"""Passes its inputs on; tells a step that holds it how the loss came to be where it cannot be captured."""
+refused_loss_p.multiple_results = True
+refused_loss_p.def_impl(lambda *args, how: list(args))
+refused_loss_p.def_abstract_eval(lambda *avals, how: list(avals))
+mlir.register_lowering(
+    refused_loss_p, mlir.lower_fun(lambda *args, how: list(args), multiple_results=True)
+)
+ad.primitive_jvps[refused_loss_p] = lambda primals, tangents, how: (
+    refused_loss_p.bind(*primals, how=how),
+    list(tangents),
+)
+batching.primitive_batchers[refused_loss_p] = lambda args, dims, how: (
+    refused_loss_p.bind(*args, how=how),
+    list(dims),
+)
+
+_OWN_LOOP = (
+    "ratrain_jax.value_and_grad is called inside a `{name}`. Remove your own accumulation loop, branch or map"
+    " around it: microbatches are made for you."
+)
+_AGAIN = (
+    "what ratrain_jax.value_and_grad gives is differentiated again. Differentiate once, by ratrain_jax, a loss"
+    " that uses jax.grad within."
+)
+
+
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    primals = refused_loss_p.bind(*primals, how=_AGAIN)
     dense = [ad.instantiate_zeros(tangent) for tangent in tangents]
     return jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), tuple(dense))
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+    args = refused_loss_p.bind(*args, how=_OWN_LOOP.format(name="vmap"))
     results = jax.vmap(lambda *args: _evaluate(*args, **params), in_axes=tuple(dims))(*args)
     return results, [0] * len(results)
 
@@ -117,22 +146,29 @@ def find_loss(graph: Graph) -> Any:
 
     Raises:
         StepError: there is none, or more than one.
-        UnsupportedError: it stands inside a loop, a branch or a mapped function.
+        UnsupportedError: it stands inside a loop, a branch or a mapped function, is differentiated again, has a
+            side effect, or returns an auxiliary array.
     """
     found = [eqn for eqn in graph.eqns if eqn.primitive is loss_region_p]
     for eqn in graph.eqns:
+        if eqn.primitive is refused_loss_p:
+            raise UnsupportedError(eqn.params["how"])
         if _hides_loss(eqn):
-            raise UnsupportedError(
-                f"ratrain_jax.value_and_grad is called inside a `{eqn.primitive.name}`."
-                " Remove your own accumulation loop, branch or map around it: microbatches are made for you."
-            )
+            raise UnsupportedError(_OWN_LOOP.format(name=eqn.primitive.name))
     if not found:
         remedy = "Replace `jax.value_and_grad(loss_fn)` by `rt.value_and_grad(loss_fn)`."
         raise StepError(_HOW_MANY.format(count="does not call it", remedy=remedy))
     if len(found) > 1:
         remedy = "Join the losses into one function and differentiate their sum."
         raise StepError(_HOW_MANY.format(count=f"calls it {len(found)} times", remedy=remedy))
-    return found[0]
+    region = found[0]
+    for var in region.outvars[1 : len(region.outvars) - len(region.params["diff"])]:
+        if var.aval.shape:
+            raise UnsupportedError(
+                f"the loss returns an auxiliary value of shape {var.aval.shape}; return scalars only,"
+                " such as its mean."
+            )
+    return region
 
 
 def _hides_loss(eqn: Any) -> bool:
@@ -140,7 +176,7 @@ def _hides_loss(eqn: Any) -> bool:
         if eqn.primitive is loss_region_p:
             continue
         for inner in closed.jaxpr.eqns:
-            if inner.primitive is loss_region_p or _hides_loss(inner):
+            if inner.primitive in (loss_region_p, refused_loss_p) or _hides_loss(inner):
                 return True
     return False
 
