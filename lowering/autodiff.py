@@ -127,9 +127,10 @@ def _link(layer: Layer, forward: Graph, backward: Graph) -> LayerCode:
     _, wanted = needed(eqns, results, cotangents)
     wanted -= {*cotangents, *joint.consts}
     parameters = len(layer.reads) + len(layer.operands)
-    residuals, read = choose_residuals(forward, wanted, forward.invars[: len(layer.reads)])
+    residuals = choose_residuals(forward, wanted)
+    _, read = needed(joint.eqns, results, [*residuals, *cotangents])
     position = {var: i for i, var in enumerate(forward.invars)}
-    order = sorted(position[var] for var in read)
+    order = sorted(position[var] for var in read if var in position)
     invars = [*(forward.invars[i] for i in order), *residuals, *cotangents]
     forward_code = cut(forward, forward.invars, [*forward.outvars[:outputs], *residuals])
     backward_code = cut(joint, invars, results)
