@@ -481,6 +481,58 @@ def test_layers_that_contradict(program, number, changes, message):
     refused(dataclasses.replace(program, layers=layers), message)
 
 
+@pytest.mark.parametrize(
+    "table, number, changes, message",
+    [
+        ("variables", 2, {"producer": 77}, "L2 (l2) makes x2, which does not name it"),
+        ("variables", 2, {"readers": (3, 5)}, "x2 names L5 as a reader, which does not read it"),
+        ("variables", 2, {"readers": (3, 3)}, "its readers are out of order"),
+        ("variables", 2, {"role": "guest"}, "x2 has the role 'guest'"),
+        ("variables", 2, {"role": "loss"}, "2 variables have the role 'loss'; one must"),
+        ("operands", 1, {"name": "batch['x']"}, "2 operands are named \"batch['x']\""),
+        ("reductions", 0, {"phase": 2}, "reduction 1 has phase 2"),
+        ("reductions", 0, {"stages": ()}, "reduction 1 goes to no stage"),
+        ("reductions", 0, {"stages": (0, 9)}, "goes to a stage that does not exist"),
+        ("reductions", 0, {"stages": (1,)}, "L0 (l0) waits for reduction 1, which does not go to"),
+        ("reductions", 0, {"layers": (9,)}, "reduction 1 takes from L9, which does not exist"),
+        ("values", 3, {"id": 4}, "value %4 stands in place 3"),
+        ("values", 3, {"stage": 2}, "%3 is on stage 2, which does not exist"),
+        ("values", 3, {"layer": 8}, "%3 belongs to L8, which does not exist"),
+        ("values", 3, {"microbatch": 3}, "%3 belongs to microbatch 3, which does not exist"),
+        ("values", 3, {"aliased": 10**6}, "%3 shares 1000000 bytes, more than it has"),
+    ],
+)
+def test_rows_that_contradict(program, table, number, changes, message):
+    rows = getattr(program, table)
+    row = dataclasses.replace(rows[number], **changes)
+    changed = (*rows[:number], row, *rows[number + 1 :])
+    refused(dataclasses.replace(program, **{table: changed}), message)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"inputs": (0, 0)}, "inputs names a value twice"),
+        ({"outputs": (9999,)}, "outputs names a value that does not exist"),
+    ],
+)
+def test_inputs_and_outputs_that_name_nothing(program, changes, message):
+    refused(dataclasses.replace(program, **changes), message)
+
+
+def test_inputs_that_no_reader_wants(program):
+    number = len(program.values)
+    view = program.values[op_of(program, Forward, 0, layers=(0, 1)).reads[0]]
+    more = dataclasses.replace(
+        program,
+        values=(*program.values, dataclasses.replace(view, id=number)),
+        inputs=(*program.inputs, number),
+    )
+    refused(more, "The inputs have this step's view of L0 twice")
+    inputs = tuple(n for n in program.inputs if n != view.id)
+    refused(dataclasses.replace(program, inputs=inputs), "The inputs lack this step's view of L0")
+
+
 def test_op_that_names_nothing(program):
     op = op_of(program, Forward, 0, layers=(0, 1), microbatch=0)
     refused(replaced(program, op, reads=(9999,)), "names a value that does not exist")
