@@ -1,10 +1,10 @@
 """The machine and its kernels: memory hierarchy, tiling, GEMM and attention with their cost."""
 
 from ratrain_jax.kernels.attention import vmac_attention as vmac_attention
-from ratrain_jax.kernels.attention_cost import cost_attention as cost_attention
 from ratrain_jax.kernels.attention_plan import Attention as Attention
 from ratrain_jax.kernels.attention_plan import AttentionPlan as AttentionPlan
-from ratrain_jax.kernels.attention_plan import plan_attention as plan_attention
+from ratrain_jax.kernels.attention_search import cost_attention as cost_attention
+from ratrain_jax.kernels.attention_search import plan_attention as plan_attention
 from ratrain_jax.kernels.cost import KernelCost as KernelCost
 from ratrain_jax.kernels.cost import cost_gemm as cost_gemm
 from ratrain_jax.kernels.dot_general import gemm_of as gemm_of

@@ -21,7 +21,6 @@ from ratrain_jax.kernels.attention_plan import (
     Attention,
     AttentionPlan,
     check_attention_plan,
-    plan_attention,
 )
 from ratrain_jax.kernels.cost import KernelCost, assumptions, cost_gemm
 from ratrain_jax.kernels.gemm_cost import Transfer
@@ -104,28 +103,12 @@ def steps(shape: Attention, plan: AttentionPlan, cores: int, lanes: int) -> Step
     return Steps(count, total, passes)
 
 
-def cost_attention(
-    shape: Attention, machine: Machine, plan: AttentionPlan | None = None, which: str = "forward"
-) -> KernelCost:
-    """Returns the cost of one pass of attention.
-
-    Args:
-      shape: The attention.
-      machine: A machine with an accelerator.
-      plan: The plan of a forward or memory-resident backward pass; the best one unless given.
-      which: Without a plan: "forward", "backward" (memory-resident) or "staged" (DDR-staged
-        backward, whose products get plans of their own).
-
-    Returns:
-      The cost.
+def cost_attention_plan(shape: Attention, machine: Machine, plan: AttentionPlan) -> KernelCost:
+    """Returns the cost of a planned forward or memory-resident backward pass.
 
     Raises:
       MachineError: If the plan does not fit the machine.
     """
-    if plan is None:
-        if which == "staged":
-            return _staged(shape, machine)
-        plan = plan_attention(shape, machine, which)
     check_attention_plan(plan, shape, machine)
     accelerator = accelerator_of(machine)
     count = steps(shape, plan, accelerator.cores, accelerator.lanes(HALF))
@@ -244,7 +227,8 @@ def _assemble(
     )
 
 
-def _staged(shape: Attention, machine: Machine) -> KernelCost:
+def cost_staged(shape: Attention, machine: Machine) -> KernelCost:
+    """Returns the cost of the DDR-staged backward pass, whose products get plans of their own."""
     rows, keys, size, acc = shape.rows, shape.keys, shape.head_size, shape.accumulator
     scores = rows * keys
     products = (

@@ -16,7 +16,6 @@ a time, keys (backward) are dealt to cores in turn, which evens out what is left
 """
 
 import dataclasses
-import functools
 import itertools
 from typing import Final
 
@@ -174,38 +173,3 @@ def attention_plans(shape: Attention, machine: Machine, which: str) -> list[Atte
         if all(count <= machine.memory(name).bytes for name, count in need.items()):
             plans.append(plan)
     return plans
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_attention(shape: Attention, machine: Machine, which: str) -> AttentionPlan:
-    """Returns the fastest plan of one pass, by costing every plan that fits.
-
-    Args:
-      shape: The attention.
-      machine: A machine with an accelerator.
-      which: "forward" or "backward" (the memory-resident form).
-
-    Returns:
-      The plan; of equally fast ones that with the fewest DDR bytes.
-
-    Raises:
-      MachineError: If not even the smallest tiles fit.
-
-    Example:
-      >>> from ratrain_jax.kernels import load_machine
-      >>> shape = Attention(1, 32, 32, 2048, 2048, 128, causal=True)
-      >>> plan_attention(shape, load_machine("mt3000"), "forward").which
-      'forward'
-    """
-    # The cost module reads plans from here.
-    from ratrain_jax.kernels.attention_cost import cost_attention
-
-    plans = attention_plans(shape, machine, which)
-    if not plans:
-        lanes = accelerator_of(machine).lanes(HALF)
-        check_attention_plan(AttentionPlan(which, 1, 1, lanes), shape, machine)
-        raise MachineError(f"no searched plan of attention {which} fits {machine.name!r}.")
-    costs = [cost_attention(shape, machine, plan) for plan in plans]
-    return min(
-        zip(costs, plans, strict=True), key=lambda pair: (pair[0].seconds, pair[0].ddr_bytes)
-    )[1]

@@ -1,6 +1,7 @@
 """Attention against float64: values and gradients, masks, bias, ALiBi, grouped heads."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def _check(inputs, ours, **options) -> None:
 
 RNG = np.random.default_rng(7)
 PADDING = (np.arange(40)[None, :] < np.array([40, 23])[:, None])[:, None, None, :]
-CASES = {
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "full": ({}, {}),
     "causal": ({}, {"causal": True}),
     "padding": ({}, {"mask": PADDING, "causal": True}),

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from ratrain_jax.errors import MachineError
 from ratrain_jax.kernels import load_machine
-from ratrain_jax.kernels.attention_cost import cost_attention, steps
+from ratrain_jax.kernels.attention_cost import steps
 from ratrain_jax.kernels.attention_plan import (
     Attention,
     AttentionPlan,
     attention_plans,
     check_attention_plan,
-    plan_attention,
 )
+from ratrain_jax.kernels.attention_search import cost_attention, plan_attention
 
 MT3000 = load_machine("mt3000")
 LANES = 64
@@ -79,9 +79,9 @@ def test_the_plan_is_the_best_of_those_that_fit(shape: Attention, which: str) ->
     best = plan_attention(shape, MT3000, which)
     check_attention_plan(best, shape, MT3000)
     least = min(
-        cost_attention(shape, MT3000, p).seconds for p in attention_plans(shape, MT3000, which)
+        cost_attention(shape, MT3000, plan=p).seconds for p in attention_plans(shape, MT3000, which)
     )
-    assert cost_attention(shape, MT3000, best).seconds == least
+    assert cost_attention(shape, MT3000, plan=best).seconds == least
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -101,13 +101,13 @@ def test_ddr_bytes_of_the_forward_pass_are_its_operands_where_keys_pass_by_once(
     shape = Attention(1, 4, 4, 512, 512, 64)
     plan = AttentionPlan("forward", 1, 32, 128)
     tensors = 4 * 4 * 512 * 64 * 2
-    assert cost_attention(shape, MT3000, plan).ddr_bytes == tensors + 4 * 512 * 4
+    assert cost_attention(shape, MT3000, plan=plan).ddr_bytes == tensors + 4 * 512 * 4
 
 
 def test_grouped_heads_move_fewer_bytes_backward() -> None:
     plan = AttentionPlan("backward", 4, 32, 192)
     many, few = (
-        cost_attention(Attention(1, 32, kv, 2048, 2048, 128), MT3000, plan) for kv in (32, 8)
+        cost_attention(Attention(1, 32, kv, 2048, 2048, 128), MT3000, plan=plan) for kv in (32, 8)
     )
     # K and V in, dK and dV out, of 24 heads fewer.
     assert many.ddr_bytes - few.ddr_bytes == 24 * 4 * 2048 * 128 * 2
