@@ -240,7 +240,8 @@ class StateTasks:
         after = () if sheet.settings.update_prefetch else tuple(self.syncs[stage])
         seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
         chain = self._window_of_update(layer, final)
-        sheet.add(op, seconds, (UPDATE, phase, layer), after, opens=chain)
+        held = sheet.bytes(self.gradients[layer]) + sheet.bytes(sheet.views[stage, layer])
+        sheet.add(op, seconds, (UPDATE, phase, layer), after, opens=chain, held=held)
         if final and sheet.settings.update_prefetch:
             views: dict[tuple[int, int], int] = {}
             self._gather(layer, new[0], views, opens=True)
