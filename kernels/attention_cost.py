@@ -223,7 +223,7 @@ def _assemble(
         fill_seconds=fill,
         transfers=tuple(transfers.items()),
         hidden=(*hidden, "SM", "AM"),
-        assumed=assumptions(machine),
+        assumed=assumptions(machine, exponentials=True),
     )
 
 
@@ -268,7 +268,7 @@ def cost_staged(shape: Attention, machine: Machine) -> KernelCost:
         fill_seconds=shape.count * sum(cost.fill_seconds for cost in costs),
         transfers=tuple(moved.items()),
         hidden=tuple(sorted(set.intersection(*(set(cost.hidden) for cost in costs)))),
-        assumed=costs[0].assumed,
+        assumed=assumptions(machine, exponentials=True),
     )
 
 

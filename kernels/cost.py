@@ -95,7 +95,11 @@ def cost_gemm(gemm: Gemm, machine: Machine, plan: TilePlan | None = None) -> Ker
     )
 
 
-def assumptions(machine: Machine) -> tuple[str, ...]:
+def assumptions(machine: Machine, exponentials: bool = False) -> tuple[str, ...]:
     """Returns the assumed keys that a kernel's time depends on."""
-    used = ("memories.", "accelerator.", "peak_flops")
-    return tuple(key for key in machine.assumed if key.startswith(used) or key == "memories")
+    used = ("memories", "accelerator", "peak_flops")
+    return tuple(
+        key
+        for key in machine.assumed
+        if key.startswith(used) and (exponentials or key != "accelerator.exp_operations")
+    )

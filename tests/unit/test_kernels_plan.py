@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratrain_jax.errors import MachineError
-from ratrain_jax.kernels import Gemm, TilePlan, check_plan, cost_gemm, load_machine, plan_gemm
+from ratrain_jax.kernels import (
+    Attention,
+    Gemm,
+    TilePlan,
+    check_plan,
+    cost_attention,
+    cost_gemm,
+    load_machine,
+    plan_gemm,
+)
 from ratrain_jax.kernels.gemm_cost import ddr_bytes, times, transfers
 from ratrain_jax.kernels.gemm_plan import _bound, candidates, plan_for
 from ratrain_jax.kernels.machine import Machine
@@ -218,6 +227,9 @@ def test_reports_list_the_assumptions_they_used() -> None:
     cost = cost_gemm(Gemm(64, 64, 64), MT3000)
     assert "memories.GSM.bandwidth" in cost.assumed
     assert "links.interconnect.latency" not in cost.assumed
+    assert "accelerator.exp_operations" not in cost.assumed
+    attention = cost_attention(Attention(1, 2, 2, 64, 64, 64), MT3000)
+    assert "accelerator.exp_operations" in attention.assumed
 
 
 def test_buffers_are_counted_for_arrays_too() -> None:
