@@ -35,6 +35,8 @@ class ComputeTasks:
         self.residuals: dict[tuple[int, int], int] = {}
         self._recovered_inputs: dict[tuple[int, int], int] = {}
         self._chain: dict[int, tuple[int, ...]] = {}
+        self._forwards: dict[int, int] = {}
+        self._recovers: dict[int, int] = {}
 
     def run(self) -> None:
         """Adds everything. Values are made in the order of data, tasks are chained in the order of the schedule."""
@@ -65,6 +67,7 @@ class ComputeTasks:
         return self._chain.get(stage, ())
 
     def _forward(self, stage: int, i: int) -> None:
+        self._forwards[stage] = i + 1
         for block in self.code.stage_blocks(stage):
             unit = self.code.forward_unit(block)
             outputs = [self._output(v, stage, i) for v in unit.outputs]
@@ -114,16 +117,11 @@ class ComputeTasks:
                 self.sheet.add(op, self.sheet.durations.send(self.sheet.bytes(copy)), (TRANSFER, i))
 
     def _backward(self, stage: int, i: int) -> None:
-        settings = self.sheet.settings
+        early = self.sheet.settings.recovery != "backward"
         ranges = self.code.backward_ranges(stage, i)
         recovered = [b for b in self.code.stage_blocks(stage) if self.sheet.recovered[b[0]]]
-        ahead = settings.window_microbatches - 1 if settings.recovery != "backward" else 0
-        early = settings.recovery != "backward"
         if early and recovered:
-            last = self.code.microbatches - 1
-            first = i if i == 0 else i + ahead
-            for j in range(first, min(i + ahead, last) + 1):
-                self._recover(stage, j, recovered)
+            self._recover_ahead(stage, i, recovered)
         if i == 0:
             self._zero(stage)
         for layers in reversed(ranges):
@@ -144,6 +142,13 @@ class ComputeTasks:
             op = ZeroGradient(stage, (), (value,), layer=owner)
             seconds = self.sheet.durations.sweep(self.sheet.bytes(value))
             self._link(stage, self.sheet.add(op, seconds, (COMPUTE,), self._after(stage)))
+
+    def _recover_ahead(self, stage: int, i: int, blocks: list[Range]) -> None:
+        """Recovers microbatch i and those after it that the window allows and whose forward is over."""
+        stop = min(i + self.sheet.settings.window_microbatches, self._forwards.get(stage, 0))
+        for j in range(self._recovers.get(stage, 0), stop):
+            self._recover(stage, j, blocks)
+            self._recovers[stage] = j + 1
 
     def _recover(
         self, stage: int, i: int, blocks: list[Range], wait_for: Range | None = None
