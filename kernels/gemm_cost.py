@@ -169,6 +169,8 @@ def times(gemm: Gemm, plan: Any, machine: Machine) -> Times:
         block: Any = 0.0
         moved: Any = ahead
         for j in parts(gemm.cols, column_block(plan, accelerator.cores)):
+            if not np.any(j.count):
+                continue
             tile = _tile(i.size, k.size, j.size, first_k, k.last, gemm, plan, machine)
             block = block + j.count * tile.seconds
             moved = moved + j.count * tile.ddr

@@ -42,10 +42,11 @@ from ratrain_jax.kernels.tiles import (
 )
 
 OBJECTIVES: Final = ("time", "traffic")
-_WIDTHS: Final = (1, 2, 3, 4, 6, 8)
+_WIDTHS: Final = {"outer": (1, 2, 3, 4, 6, 8), "dot": (1, 2, 4, 8)}
 _ROW_TILES: Final = (1, 2, 4)
-_PANELS: Final = {"outer": (1, 2, 3, 4, 6, 8), "dot": (1, 2, 4)}
+_PANELS: Final = {"outer": (1, 2, 3, 4, 6, 8), "dot": (1, 2)}
 _LONGEST: Final = 16  # rows or vectors of a micro-kernel
+_SHORTEST: Final = 4  # rows and columns of a "dot" micro-kernel, which is best near square
 _UNROLLS: Final = (1, 2, 3, 4)
 _LEAST_DEPTH: Final = 32  # shorter panels are all fill
 _LEAST_ROWS: Final = 6  # rows of a block, a core; fewer are all B traffic
@@ -157,7 +158,7 @@ def micro_kernels(gemm: Gemm, machine: Machine, flow: str) -> tuple[tuple[int, i
 
 def _is_fed(m: int, n: int, gemm: Gemm, accelerator: Accelerator, dot: int) -> bool:
     alone = m * n / accelerator.fma_units
-    if max(m, n) > _LONGEST:
+    if max(m, n) > _LONGEST or (dot and min(m, n) < _SHORTEST):
         return False
     wide = 1.0 if gemm.widening == 1 else accelerator.wide_rate
     return float(step_cycles(m, n, gemm, accelerator, dot)) <= alone / wide + 1
@@ -200,7 +201,12 @@ def _inner(gemm: Gemm, machine: Machine, flow: str) -> SimpleNamespace:
         reverse=True,
     )
     kernels = micro_kernels(gemm, machine, flow)
-    grid = [(*kernel, width, *depth) for kernel in kernels for width in _WIDTHS for depth in depths]
+    grid = [
+        (*kernel, width, *depth)
+        for kernel in kernels
+        for width in _WIDTHS[flow]
+        for depth in depths
+    ]
     m, n, ku, width, k_g, k_a = np.array(grid, dtype=np.int64).reshape(-1, 6).T
     plan = SimpleNamespace(m=m, n=n, ku=ku, k_g=k_g, k_a=k_a)
     plan.dot = np.full(m.shape, int(flow == "dot"))
