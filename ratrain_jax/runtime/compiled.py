@@ -12,6 +12,7 @@ import numpy as np
 
 from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, StateError
+from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
 from ratrain_jax.lowering.program import Kind, Value
 from ratrain_jax.runtime.executables import shared_library
 from ratrain_jax.runtime.executors import Executors
@@ -49,6 +50,7 @@ class Compiled:
         ]
         self._gathers = {v: executors.gather(layer, stage) for v, layer, stage in views}
         self._in_place = {v: executors.recipes.gather(layer, stage)[1] for v, layer, stage in views}
+        self._temporaries = executors.temporaries
         self.executables = library.finish(progress)
         self._link = concurrent.futures.ThreadPoolExecutor(1, "ratrain-link")
         self._own = Ownership()
@@ -75,6 +77,10 @@ class Compiled:
         tables = self._enter(args)
         self._launch(tables)
         return self._leave(tables)
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """As `Lowered.memory_analysis`, with the scratch bytes that the compiled programs need reported apart."""
+        return memory_analysis(self._program, self._temporaries())
 
     def trace(self, *args: Any) -> tuple[Any, MeasuredRun]:
         """Runs one step and measures when each op started and ended.

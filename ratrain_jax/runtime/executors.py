@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -55,17 +56,29 @@ class Executors:
         self.groups = groups
         self.recipes = Recipes(code, program)
         self.library = library
+        self._used: dict[Op, list[Future[Any]]] = {}
+        self._op: Op | None = None
         self._indices = [
             [group.put_whole(np.int32(i)) for i in range(code.microbatches)] for group in groups
         ]
 
     def __call__(self, op: Op) -> Execute:
         """What an op runs."""
+        self._op = op
         return _MAKERS[type(op)](self, op)
+
+    def temporaries(self) -> dict[Op, int]:
+        """Scratch bytes of each op's executables on each device; waits for the compiler."""
+        return {
+            op: max(future.result().memory_analysis().temp_size_in_bytes for future in futures)
+            for op, futures in self._used.items()
+        }
 
     def executable(self, stage: int, recipe: Recipe) -> Callable[..., Any]:
         """A recipe's executable on a stage; waits for the compiler when first called."""
         future = self.library.get(stage, recipe)
+        if self._op is not None:
+            self._used.setdefault(self._op, []).append(future)
         cell: list[Any] = []
 
         def call(*args: Any) -> Any:
