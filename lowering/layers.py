@@ -2,8 +2,9 @@
 
 A layer is a run of main equations (`dependence`) between two cuts (`cuts`) with the side equations
 that it needs (`sides`). What it makes for later layers are **variables**, numbered by the layer
-that makes them and within it by the order in which they are made; results of the loss come last. A
-variable that is read much later passes over the layers between.
+that makes them and within it by the order in which they are made. A variable that is read much
+later passes over the layers between. The results of the loss are variables, too: they come last, in
+the loss's own order, and no layer reads them. A result that a later layer reads is two variables.
 
 Within a layer each side equation stands right before the first equation that reads it, and inputs
 stand in the order of their numbers: equal blocks of a model therefore have equal programs, wherever
@@ -96,7 +97,7 @@ class LayeredLoss:
 
     Attributes:
         layers: in order; each reads variables of earlier ones only.
-        variables: what they make for each other, and the results of the loss.
+        variables: what they make for each other; then the results of the loss, in its own order.
     """
 
     layers: tuple[Layer, ...]
@@ -238,22 +239,25 @@ def _entries(
         for atom in eqn.invars:
             if is_var(atom) and made.get(atom, layer) < layer:
                 readers.setdefault(atom, set()).add(layer)
-    results = [atom for atom in loss.outvars if is_var(atom)]
-    entries = [
+    boundary = [
         _Entry(var, producer, later, "boundary")
         for var, (producer, later) in reversed(list(placement.passed.items()))
     ]
-    entries += [
+    boundary += [
         _Entry(var, made[var], tuple(sorted(readers[var])), "boundary")
         for var in made
-        if var in readers and var not in results
+        if var in readers
     ]
-    for number, atom in enumerate(loss.outvars):
-        producer = made.get(atom, layers[-1]) if is_var(atom) else layers[-1]
-        # A result that is given twice is read under its first number.
-        later = readers.pop(atom, ()) if is_var(atom) else ()
-        entries.append(_Entry(atom, producer, tuple(sorted(later)), "aux" if number else "loss"))
-    return sorted(entries, key=lambda entry: entry.producer)
+    results = [
+        _Entry(
+            atom=atom,
+            producer=made.get(atom, layers[-1]) if is_var(atom) else layers[-1],
+            readers=(),
+            role="aux" if number else "loss",
+        )
+        for number, atom in enumerate(loss.outvars)
+    ]
+    return sorted(boundary, key=lambda entry: entry.producer) + results
 
 
 def _differentiable(atom: Atom, flow: Flow) -> bool:

@@ -56,10 +56,10 @@ def split_stages(
             f" {', '.join(names)}. Use stages={len(names)} or fewer, or mark more layers with"
             " ratrain_jax.layer."
         )
-    if boundaries is not None:
-        firsts = _named_firsts(names, stages, boundaries)
-    else:
-        firsts = _balanced_firsts(layered, stages)
+    named = boundaries is not None
+    firsts = (
+        _named_firsts(names, stages, boundaries) if named else _balanced_firsts(layered, stages)
+    )
     return tuple(bisect.bisect_right(firsts, layer) - 1 for layer in range(len(names)))
 
 
