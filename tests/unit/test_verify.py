@@ -67,6 +67,8 @@ def check_builder(schedule, stages, microbatches):
             recovery=chance.choice(("forward", "backward", "auto")),
             recovered=tuple(chance.randint(0, 2) for _ in range(stages)),
             window_layers=chance.randint(1, 3),
+            window_bytes=chance.choice((None, 100, 200)),
+            window_microbatches=chance.randint(1, 3),
             **SCHEDULES[schedule],
         )
     )
