@@ -166,6 +166,33 @@ def test_one_step_rounds_the_exact_sum_once(x, y, total) -> None:
     assert abs(float(ours.astype(jnp.float16))) == abs(exact)
 
 
+def test_sums_that_float32_would_round_onto_a_tie_are_rounded_once() -> None:
+    """Products a hair off half a unit of the sum: two roundings get many of them wrong."""
+    rng = np.random.default_rng(0)
+    size = 20_000
+    signs = rng.choice([-1, 1], (2, size))
+    x, total = ((sign * rng.uniform(1, 2, size)).astype(np.float16) for sign in signs)
+    y = (rng.choice([-1, 1], size) * 2.0**-11 / x.astype(np.float64)).astype(np.float16)
+    product = x.astype(np.float64) * y.astype(np.float64)
+    right = (total.astype(np.float64) + product).astype(np.float16)
+    twice = (total.astype(np.float32) + product.astype(np.float32)).astype(np.float16)
+    wrong = right != twice
+    assert wrong.sum() > 400
+    upwards = (right > twice)[wrong] == (right > 0)[wrong]
+    assert 100 < upwards.sum() < wrong.sum() - 100
+    step = jax.jit(lambda t, p: round_to_odd_sum(t, p).astype(jnp.float16))
+    ours = step(total[wrong].astype(np.float32), product[wrong].astype(np.float32))
+    np.testing.assert_array_equal(ours, right[wrong])
+
+
+def test_fast_promotion_rounds_each_panel_to_float16() -> None:
+    ones = np.ones((1, 2049), np.float16)
+    plan = TilePlan(6, 2049, 6, 256, 2049, 6, 6, 4, 2)
+    for accumulator, total in (("fp32", 2049.0), ("promote", 2048.0), ("fp16", 2048.0)):
+        gemm = Gemm(1, 1, 2049, accumulator=accumulator, out_dtype="float32")
+        assert run(ones, ones.T, gemm, plan, "fast")[0, 0] == total
+
+
 def test_float32_subnormals_are_flushed_by_xla_and_never_needed() -> None:
     """The smallest product of two float16 numbers is far above float32's subnormals."""
     smallest = np.float32(2.0**-24) ** 2
