@@ -14,17 +14,44 @@ import sys
 import time
 
 
-def measure(kind: str, options: argparse.Namespace) -> dict[str, float]:
-    """Runs one measurement in a fresh process."""
-    devices = 1 if kind == "plain" else options.stages * options.data_parallel
-    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    command = [sys.executable, __file__, "--child", kind, *sys.argv[1:]]
-    out = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    return json.loads(out.stdout.splitlines()[-1])
+class Child:
+    """One kind of step in a process of its own, run one step at a time."""
+
+    def __init__(self, kind: str, options: argparse.Namespace) -> None:
+        devices = 1 if kind == "plain" else options.stages * options.data_parallel
+        env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--child", kind, *sys.argv[1:]],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.first = self._read()["first"]
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a measured process ended early; see its message above")
+        return json.loads(line)
+
+    def step(self) -> dict[str, float]:
+        """Runs one step and gives its time, CPU time and loss."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def child(options: argparse.Namespace) -> None:
-    """Times one kind of step; prints JSON."""
+    """Compiles one kind of step, then runs one for each line of standard input."""
     import gpt_step
     import jax
 
@@ -32,6 +59,7 @@ def child(options: argparse.Namespace) -> None:
 
     rows = options.microbatches * options.rows * options.data_parallel
     state, batch = gpt_step.make_state(options.layers), gpt_step.make_batch(rows)
+    jax.block_until_ready(state)
     start = time.perf_counter()
     if options.child == "plain":
         step = jax.jit(gpt_step.accumulated(options.microbatches), donate_argnums=0)
@@ -45,19 +73,17 @@ def child(options: argparse.Namespace) -> None:
         )(gpt_step.pipelined)
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
-    first = time.perf_counter() - start
-    times = []
-    busy = time.process_time()
-    for _ in range(options.steps):
-        start = time.perf_counter()
+    print(json.dumps({"first": time.perf_counter() - start}), flush=True)
+    for _ in sys.stdin:
+        start, busy = time.perf_counter(), time.process_time()
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
-        times.append(time.perf_counter() - start)
-    busy = (time.process_time() - busy) / options.steps
-    loss = float(metrics["loss"])
-    print(
-        json.dumps({"step": statistics.median(times), "busy": busy, "first": first, "loss": loss})
-    )
+        taken = {
+            "step": time.perf_counter() - start,
+            "busy": time.process_time() - busy,
+            "loss": float(metrics["loss"]),
+        }
+        print(json.dumps(taken), flush=True)
 
 
 def main() -> None:
@@ -68,35 +94,37 @@ def main() -> None:
     parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options)
         return
     kinds = ("plain", "1f1b", "ratrain")
+    children = {kind: Child(kind, options) for kind in kinds}
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    for _ in range(options.rounds):
+    for number in range(options.steps + 2):
         for kind in kinds:
-            found[kind].append(measure(kind, options))
-    plain = statistics.median(r["step"] for r in found["plain"])
-    first = statistics.median(r["first"] for r in found["plain"])
+            taken = children[kind].step()
+            if number >= 2:
+                found[kind].append(taken)
     print(
         f"{options.layers} layers, {options.stages} stages × {options.data_parallel},"
-        f" {options.microbatches} microbatches of {options.rows}"
+        f" {options.microbatches} microbatches of {options.rows}; medians of {options.steps} steps in turn"
     )
     print(
         f"{'':10}{'step ms':>10}{'ratio':>8}{'CPU ms':>10}{'first s':>10}{'ratio':>8}{'loss':>12}"
     )
     for kind in kinds:
+        ratios = [r["step"] / p["step"] for r, p in zip(found[kind], found["plain"], strict=True)]
         step = statistics.median(r["step"] for r in found[kind])
         busy = statistics.median(r["busy"] for r in found[kind])
-        begin = statistics.median(r["first"] for r in found[kind])
+        first = children[kind].first
         print(
-            f"{kind:10}{step * 1e3:10.1f}{step / plain:8.3f}{busy * 1e3:10.1f}{begin:10.2f}{begin / first:8.2f}"
-            f"{found[kind][-1]['loss']:12.6f}"
+            f"{kind:10}{step * 1e3:10.1f}{statistics.median(ratios):8.3f}{busy * 1e3:10.1f}"
+            f"{first:10.2f}{first / children['plain'].first:8.2f}{found[kind][-1]['loss']:12.6f}"
         )
+        children[kind].close()
 
 
 if __name__ == "__main__":

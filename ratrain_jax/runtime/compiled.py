@@ -17,6 +17,7 @@ from ratrain_jax.lowering.program import Kind, Value
 from ratrain_jax.runtime.executables import shared_library
 from ratrain_jax.runtime.executors import Executors
 from ratrain_jax.runtime.groups import make_groups
+from ratrain_jax.runtime.host import keep_freed_memory
 from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
 from ratrain_jax.runtime.measured import MeasuredRun, Watcher
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
@@ -39,6 +40,7 @@ class Compiled:
         options = lowered.options
         self.lowered = lowered
         self._code, self._program = lowered.code, lowered.program
+        keep_freed_memory()
         self._groups = make_groups(options.stages, options.data_parallel, options.devices)
         library = self._library = shared_library(self._code.fingerprint, self._groups)
         executors = Executors(self._code, self._program, self._groups, library)

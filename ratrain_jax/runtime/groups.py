@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ratrain_jax.errors import LayoutError
+from ratrain_jax.runtime.host import compiler_options
 
 AXIS = "data"
 
@@ -26,9 +27,11 @@ class Group:
 
     Attributes:
         devices: in rank order.
+        options: what to tell the compiler.
     """
 
     devices: tuple[Any, ...]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -75,7 +78,7 @@ class Group:
             jitted = jax.pmap(
                 function, axis_name=AXIS, devices=self.devices, donate_argnums=tuple(donate)
             )
-        return jitted.lower(*types).compile()
+        return jitted.lower(*types).compile(compiler_options=dict(self.options))
 
     def put_rows(self, array: Any) -> jax.Array:
         """Puts an array whose axis 0 counts the ranks: each device gets its slice."""
@@ -106,6 +109,9 @@ def make_groups(
             f"stages={stages} × data_parallel={data_parallel} needs {wanted} devices, but there are {len(found)}."
             f" On CPU set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before JAX is imported."
         )
+    used = found[:wanted]
+    options = compiler_options(used)
     return tuple(
-        Group(tuple(found[s * data_parallel : (s + 1) * data_parallel])) for s in range(stages)
+        Group(tuple(used[s * data_parallel : (s + 1) * data_parallel]), options)
+        for s in range(stages)
     )
