@@ -243,3 +243,14 @@ def test_buffers_are_counted_for_arrays_too() -> None:
     arrays = SimpleNamespace(**fields, dot=np.array([0]))
     for name, count in buffer_bytes(plan, gemm).items():
         assert buffer_bytes(arrays, gemm)[name][0] == count
+
+
+def test_buffers_follow_the_published_capacity_rules() -> None:
+    """M_G·K_G·d in GSM, (2·K_A·d + 3·M_A·d_acc)·N_A in AM, 2·M_S·K_A·d in SM."""
+    plan = TilePlan(576, 1024, 24, 256, 512, 12, 6, 4, 2)
+    for accumulator, acc_bytes in (("fp16", 2), ("fp32", 4), ("promote", 4)):
+        assert buffer_bytes(plan, Gemm(8, 8, 8, accumulator=accumulator)) == {
+            "GSM": 576 * 1024 * 2,
+            "AM": (2 * 512 * 2 + 3 * 24 * acc_bytes) * 256,
+            "SM": 2 * 12 * 512 * 2,
+        }
