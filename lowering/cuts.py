@@ -38,6 +38,8 @@ DEARER = 1.25
 TRIFLE = 0.02
 """A layer below this part of an even share of a stage is joined with its neighbour."""
 
+_ABOVE = 1 + 1e-6  # equal blocks fall on one side of a bound, whatever their sums round to
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Costs:
@@ -61,7 +63,7 @@ class Costs:
 
     def coarse(self, start: int, end: int) -> bool:
         """Whether the equations between two places would make a coarse layer."""
-        return self.seconds[end] - self.seconds[start] > self.share / 2
+        return self.seconds[end] - self.seconds[start] > self.share / 2 * _ABOVE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ def marked_spans(marks: Sequence[tuple[str, int]], first: str, end: int) -> list
         if span.start == span.end:
             raise OptionError(
                 f"layer {span.name!r} is empty: nothing that depends on parameters and batch is"
-                " computed between its mark and the next one. Remove one of the two marks."
+                " computed between its mark and the next one or the end. Remove its mark."
             )
     return spans
 
@@ -293,7 +295,7 @@ def _limit(draft: _Draft, groups: Sequence[_Group], costs: Costs) -> float:
         (costs.live[place] for place in (draft.start, draft.end) if 0 < place < last),
         default=math.inf,
     )
-    if costs.seconds[draft.end] - costs.seconds[draft.start] > costs.share:
+    if costs.seconds[draft.end] - costs.seconds[draft.start] > costs.share * _ABOVE:
         limit = max(limit, min(costs.live[group.place] for group in groups[1:]))
     return limit
 

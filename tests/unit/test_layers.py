@@ -81,6 +81,12 @@ def test_a_model_is_cut_where_expected(name):
     assert names(traced(name).layers(2)) == EXPECTED[name].split()
 
 
+def test_blocks_are_opened_for_more_stages_but_not_where_more_bytes_live():
+    halves = [f"block_{i}/norm_{half}" for i in range(4) for half in (1, 2)]
+    found = names(traced("gpt").layers(4))
+    assert found[-8:] == [*halves[1:], "norm"]  # the first half goes with the embedding
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_layers_of_a_model_in_a_row_are_its_loss(name):
     loss = traced(name)
@@ -125,6 +131,19 @@ def test_equal_blocks_are_equal_layers(name, equal):
     blocks = [found[block] for block in equal.split()]
     assert len({fingerprint(block.program) for block in blocks}) == 1
     assert len({(block.cost, block.seconds) for block in blocks}) == 1
+
+
+def test_equal_blocks_are_equal_wherever_their_side_values_were_computed():
+    def loss(params, x):
+        mask = None
+        for name in sorted(params):
+            x = layer(x, name) @ params[name]
+            mask = jnp.cos(X) if mask is None else mask  # in the first block, behind its dot
+            x = jnp.tanh(x) * mask
+        return x.sum()
+
+    layers = trace_loss(loss, dense_params(4), X).layers(4).layers
+    assert len({fingerprint(block.program) for block in layers[:3]}) == 1
 
 
 def test_a_tied_table_is_owned_once_and_borrowed():
@@ -364,6 +383,24 @@ def test_a_backbone_behind_a_narrow_neck_is_opened():
         *(f"net/l{i}" for i in range(8)),
         "head",
     ]
+
+
+@pytest.mark.parametrize("layers", [4, 6, 10, 14])
+def test_equal_blocks_at_the_bound_are_opened_all_or_none(layers):
+    """Each block costs just half an even share, however the sums are rounded."""
+    rng = np.random.default_rng(0)
+    params = {
+        f"l{i:02}": {"a": rng.standard_normal((8, 8)), "b": rng.standard_normal((8, 8))}
+        for i in range(layers)
+    }
+
+    def loss(params, x):
+        for name in sorted(params):
+            x = (x @ params[name]["a"]) @ params[name]["b"]
+        return x
+
+    found = names(trace_loss(loss, params, X).layers(layers // 2))
+    assert found == sorted(params)
 
 
 def marked(params, x, marks):
