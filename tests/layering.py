@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
-from ratrain_jax.kernels import load_machine
+from ratrain_jax.kernels import Link, Machine, load_machine
 from ratrain_jax.losses import value_and_grad
 from ratrain_jax.lowering.graph import Graph, as_function, cut, inline, needed
 from ratrain_jax.lowering.layers import LayeredLoss, find_layers
@@ -18,6 +19,12 @@ from ratrain_jax.lowering.regions import find_loss
 from tests.models import Case
 
 GENERIC = load_machine("generic")
+
+# A machine on which sending takes no time, so that nothing is worth making twice.
+FREE_LINK = dataclasses.replace(GENERIC, links=(Link("free", bandwidth=1e15, latency=0.0),))
+
+# A small batch for small losses.
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class TracedLoss:
     params: tuple[Any, ...]
     operands: tuple[Any, ...]
 
-    def layers(self, stages: int = 2, machine: Any = GENERIC) -> LayeredLoss:
+    def layers(self, stages: int = 2, machine: Machine = GENERIC) -> LayeredLoss:
         return find_layers(
             self.graph, self.paths, operands=len(self.operands), stages=stages, machine=machine
         )
@@ -151,6 +158,11 @@ def check_layers(layered: LayeredLoss, traced: TracedLoss) -> None:
     assert len({layer.name for layer in layers}) == len(layers)
 
 
+def names(layered: LayeredLoss) -> list[str]:
+    """The names of the layers, in order."""
+    return [layer.name for layer in layered.layers]
+
+
 def count(eqns: Sequence[Any], primitive: str) -> int:
     """How many equations are of a primitive."""
     return sum(eqn.primitive.name == primitive for eqn in eqns)
@@ -159,3 +171,28 @@ def count(eqns: Sequence[Any], primitive: str) -> int:
 def live_equations(traced: TracedLoss) -> list[Any]:
     """The equations that the results need."""
     return needed(traced.graph.eqns, traced.graph.outvars, traced.graph.invars)[0]
+
+
+def dense_params(layers: int, width: int = 8) -> dict[str, np.ndarray]:
+    """Square matrices by the names l0, l1, …."""
+    rng = np.random.default_rng(0)
+    return {f"l{i}": rng.standard_normal((width, width)).astype(np.float32) for i in range(layers)}
+
+
+def assert_equal_results(traced: TracedLoss, layered: LayeredLoss) -> None:
+    """Asserts that the layers give the loss, bit for bit: equation by equation on equal values."""
+    np.testing.assert_array_equal(
+        run_layers(layered, traced.params, traced.operands),
+        traced.results(traced.params, traced.operands),
+    )
+
+
+def assert_equal_gradients(traced: TracedLoss, layered: LayeredLoss) -> None:
+    """Asserts equal gradients, stopping them where a variable is said not to be differentiable."""
+    operands = traced.operands
+    whole = jax.grad(lambda params: traced.results(params, operands)[0])(traced.params)
+    parts = jax.grad(lambda params: run_layers(layered, params, operands, block=True)[0])(
+        traced.params
+    )
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
