@@ -89,8 +89,7 @@ def trace_step(
     has_state = _returns_state(result, state)
     outputs = len(whole.out_avals)
     states = len(state_leaves)
-    names = [f"state{_path(p)}" for p, _ in jax.tree_util.tree_leaves_with_path(state)]
-    names += [f"batch{_path(p)}" for p, _ in jax.tree_util.tree_leaves_with_path(_unwrap(rest))]
+    names = leaf_names((state, *rest))
     trace = Trace(
         whole=whole,
         small=small,
@@ -108,6 +107,14 @@ def trace_step(
         has_state=has_state,
     )
     return trace, signature
+
+
+def leaf_names(args: Sequence[Any]) -> list[str]:
+    """The path of each flat argument: of the state, then of the batch."""
+    state = args[0] if args else ()
+    names = [f"state{_path(p)}" for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    names += [f"batch{_path(p)}" for p, _ in jax.tree_util.tree_leaves_with_path(_unwrap(args[1:]))]
+    return names
 
 
 def _unwrap(rest: Sequence[Any]) -> Any:

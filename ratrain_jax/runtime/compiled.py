@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,9 +12,9 @@ import jax
 import numpy as np
 
 from ratrain_jax import compat
-from ratrain_jax.errors import BatchError, StateError
 from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
 from ratrain_jax.lowering.program import Kind, Value
+from ratrain_jax.runtime.arguments import check_arguments
 from ratrain_jax.runtime.executables import shared_library
 from ratrain_jax.runtime.executors import Executors
 from ratrain_jax.runtime.groups import make_groups
@@ -21,9 +22,14 @@ from ratrain_jax.runtime.host import keep_freed_memory
 from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
 from ratrain_jax.runtime.measured import MeasuredRun, Watcher
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
+from ratrain_jax.runtime.turns import settle
 
 if TYPE_CHECKING:
     from ratrain_jax.lowered import Lowered
+
+
+STEPS_IN_FLIGHT = 2
+"""Steps that may be launched before the first of them has ended: more would hold memory and gain nothing."""
 
 
 class Compiled:
@@ -60,6 +66,7 @@ class Compiled:
         self._inputs = [self._program.values[v] for v in self._program.inputs]
         self._outputs = [self._program.values[v] for v in self._program.outputs]
         self._reshapers = self._make_reshapers()
+        self._flying: collections.deque[Any] = collections.deque()
         self._views: dict[tuple[int, int], tuple[tuple[Any, ...], Bundle]] = {}
         self._replicas: dict[int, tuple[tuple[Any, ...], Bundle]] = {}
 
@@ -73,12 +80,17 @@ class Compiled:
             What the step returns.
 
         Raises:
-            StateError: the state has another tree, or leaves of other shapes, than what was compiled.
+            StateError: the state has another tree, or leaves of other shapes, than what was compiled, or was used up.
             BatchError: the batch does.
         """
+        if len(self._flying) == STEPS_IN_FLIGHT:
+            jax.block_until_ready(self._flying.popleft())
         tables = self._enter(args)
         self._launch(tables)
-        return self._leave(tables)
+        result = self._leave(tables)
+        kept = self.lowered.signature.states if self.lowered.signature.has_state else 0
+        self._flying.append(jax.tree.leaves(result)[kept:])
+        return result
 
     def memory_analysis(self) -> MemoryAnalysis:
         """As `Lowered.memory_analysis`, with the scratch bytes that the compiled programs need reported apart."""
@@ -103,6 +115,7 @@ class Compiled:
         return f"<Compiled {self.lowered!r}, {self.executables} executables>"
 
     def _launch(self, tables: Sequence[dict[int, Bundle]], watch: Any = None) -> None:
+        settle(self._groups)
         inboxes = (Inbox(), Inbox())
         compute, link = self._plan.threads
         future = self._link.submit(run, link, tables[LINK], inboxes[LINK], inboxes[COMPUTE], watch)
@@ -119,7 +132,7 @@ class Compiled:
     # State and batch in.
 
     def _enter(self, args: Sequence[Any]) -> tuple[dict[int, Bundle], dict[int, Bundle]]:
-        leaves = self._check(args)
+        leaves = check_arguments(self.lowered.signature, args)
         states = self.lowered.signature.states
         state, batch = leaves[:states], leaves[states:]
         entered = self._enter_state(state)
@@ -132,31 +145,6 @@ class Compiled:
             {v: table[v] for v in table if v in link or v not in compute},
         )
 
-    def _check(self, args: Sequence[Any]) -> list[Any]:
-        signature = self.lowered.signature
-        state = jax.tree.structure(args[0]) if args else None
-        if state != signature.state:
-            raise StateError(
-                "the state has another structure than the one that was compiled; call the decorated step, which"
-                " compiles anew, or bring the state into the old structure."
-            )
-        if jax.tree.structure(tuple(args[1:])) != signature.batch:
-            raise BatchError(
-                "the batch has another structure than the one that was compiled; call the decorated step, which"
-                " compiles anew."
-            )
-        leaves = [leaf for arg in args for leaf in jax.tree.leaves(arg)]
-        for leaf, aval, name in zip(leaves, signature.avals, signature.names, strict=True):
-            shape = np.shape(leaf)
-            dtype = jax.typeof(leaf).dtype
-            if shape != aval.shape or dtype != aval.dtype:
-                kind = StateError if name.startswith("state") else BatchError
-                raise kind(
-                    f"{name} is {dtype}{list(shape)}, but the step was compiled for"
-                    f" {aval.dtype}{list(aval.shape)}; call the decorated step, which compiles anew."
-                )
-        return leaves
-
     def _make_reshapers(self) -> dict[int, tuple[list[int], Reshaper]]:
         """For each stage: the leaves that live there, and their reshapes."""
         made = {}
@@ -167,16 +155,19 @@ class Compiled:
 
     def _enter_state(self, state: Sequence[Any]) -> dict[int, Any]:
         """Every leaf as it lies inside a step."""
-        entered: dict[int, Any] = {}
         donate = self.lowered.options.donate_state
+        arrays = list(state)
+        # Everything is copied before anything is used up: one array may stand in two places.
         for leaves, reshaper in self._reshapers.values():
-            arrays = [state[n] for n in leaves]
-            foreign = [i for i, a in enumerate(arrays) if a not in self._own or not donate]
+            places = list(enumerate(leaves))
+            foreign = [i for i, n in places if not donate or not self._own.holds(n, state[n])]
             shardings = [reshaper.shardings[i] for i in foreign]
-            copies = private_copy([arrays[i] for i in foreign], shardings)
+            copies = private_copy([state[leaves[i]] for i in foreign], shardings)
             for i, copy in zip(foreign, copies, strict=True):
-                arrays[i] = copy
-            entered.update(zip(leaves, reshaper.enter(arrays), strict=True))
+                arrays[leaves[i]] = copy
+        entered: dict[int, Any] = {}
+        for leaves, reshaper in self._reshapers.values():
+            entered.update(zip(leaves, reshaper.enter([arrays[n] for n in leaves]), strict=True))
         return entered
 
     def _input(
@@ -271,7 +262,7 @@ class Compiled:
         out: dict[int, Any] = {}
         for leaves, reshaper in self._reshapers.values():
             out.update(zip(leaves, reshaper.leave([inside[n] for n in leaves]), strict=True))
-        self._own.add(list(out.values()))
+        self._own.add(out)
         return out
 
     def _keep_ahead(self, made: dict[int, Bundle], results: dict[int, Any]) -> None:

@@ -16,6 +16,7 @@ import jax
 
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.recipes import Recipe
+from ratrain_jax.runtime.turns import TURN_TYPE, with_turn
 
 WORKERS = 2
 
@@ -36,8 +37,7 @@ class Library:
         key = (stage, recipe.key)
         if key not in self._made:
             group = self._groups[stage]
-            types = jax.tree.map(lambda t: group.local_type(t.shape, t.dtype), recipe.types)
-            self._made[key] = _pool().submit(group.compile, recipe.function, types, recipe.donate)
+            self._made[key] = _pool().submit(_compile, group, recipe)
         return self._made[key]
 
     def finish(self, progress: Callable[[int, int], None] | None = None) -> int:
@@ -48,6 +48,20 @@ class Library:
             if progress is not None:
                 progress(count, len(futures))
         return len(futures)
+
+
+def _compile(group: Group, recipe: Recipe) -> Any:
+    function, types, donate = recipe.function, recipe.types, recipe.donate
+    if chained(group, recipe):
+        function, types = with_turn(function), (TURN_TYPE, *types)
+        donate = tuple(1 + number for number in donate)
+    local = jax.tree.map(lambda t: group.local_type(t.shape, t.dtype), types)
+    return group.compile(function, local, donate)
+
+
+def chained(group: Group, recipe: Recipe) -> bool:
+    """Whether a recipe's executable takes and gives a turn (see `ratrain_jax.runtime.turns`)."""
+    return recipe.collective and group.size > 1
 
 
 _libraries: weakref.WeakValueDictionary[Any, Library] = weakref.WeakValueDictionary()

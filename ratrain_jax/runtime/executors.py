@@ -32,10 +32,11 @@ from ratrain_jax.lowering.program import (
     UpdateShard,
     ZeroGradient,
 )
-from ratrain_jax.runtime.executables import Library
+from ratrain_jax.runtime.executables import Library, chained
 from ratrain_jax.runtime.groups import AXIS, Group
 from ratrain_jax.runtime.instructions import Bundle, Execute
 from ratrain_jax.runtime.recipes import Recipe, Recipes, combine
+from ratrain_jax.runtime.turns import in_turn
 
 
 class Executors:
@@ -86,7 +87,8 @@ class Executors:
                 cell.append(future.result())
             return cell[0](*args)
 
-        return call
+        group = self.groups[stage]
+        return in_turn(group, call) if chained(group, recipe) else call
 
     def _plain(self, op: Op, recipe: Recipe) -> Execute:
         call = self.executable(op.stage, recipe)
@@ -235,7 +237,7 @@ class _Reduction:
             return tuple(out)
 
         types = tuple(recipes.bundle(self.op.reads[i]) for i in given)
-        recipe = Recipe(("pack", self.op.phase), function, types)
+        recipe = Recipe(("pack", self.op.phase), function, types, collective=True)
         return _Pack(stage, self.executors.executable(stage, recipe), tuple(given))
 
     def _home(self, variable: int) -> int:

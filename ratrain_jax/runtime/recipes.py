@@ -46,12 +46,14 @@ class Recipe:
         function: what it computes.
         types: the local types of its arguments.
         donate: arguments whose buffers may be reused.
+        collective: whether the ranks of a group talk to each other in it.
     """
 
     key: Any
     function: Callable[..., Any]
     types: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    collective: bool = False
 
 
 INDEX_TYPE = jax.ShapeDtypeStruct((), jnp.int32)
@@ -201,7 +203,7 @@ class Recipes:
 
             key = ("accumulate", axes, _shapes(types))
             donate = (1,) if code.data_parallel > 1 else self._donated(op, 0)[-1:]
-            return Recipe(key, accumulate, types, donate)
+            return Recipe(key, accumulate, types, donate, collective=True)
         if code.data_parallel == 1 and len(op.reads) == 1:
             return None
         places = tuple(
@@ -220,7 +222,8 @@ class Recipes:
             return (tuple(total),)
 
         donate = (0,) if not scatter or code.data_parallel == 1 else ()
-        return Recipe(("sync", scatter, places, axes, _shapes(types)), sync, types, donate)
+        key = ("sync", scatter, places, axes, _shapes(types))
+        return Recipe(key, sync, types, donate, collective=scatter)
 
     def _scatter(self, array: Any, axis: int | None) -> Any:
         if self.code.data_parallel == 1:
@@ -268,7 +271,8 @@ class Recipes:
             return tuple(out)
 
         key = ("gather", tuple(axes[j] for j in moved), tuple(map(str, dtypes)), _shapes(types))
-        return Recipe(key, function, (types,)), in_place
+        talks = any(axes[j] is not None for j in moved)
+        return Recipe(key, function, (types,), collective=talks), in_place
 
     def update(self, op: UpdateShard) -> Recipe:
         """One phase of a layer's update, or a stage's replicated update."""
@@ -300,7 +304,14 @@ class Recipes:
 
         key = ("update", fingerprint(closed), final, made, partials, _shapes(types))
         donate = tuple(op.reads.index(v) for v in op.donates if v != op.reads[0])
-        return Recipe(key, function, types, donate)
+        return Recipe(key, function, types, donate, self._talks(function, types))
+
+    def _talks(self, function: Callable[..., Any], types: tuple[Any, ...]) -> bool:
+        """Whether a function of a group's slices uses a collective."""
+        if self.code.data_parallel == 1:
+            return False
+        traced = jax.make_jaxpr(function, axis_env=[(AXIS, self.code.data_parallel)])(*types)
+        return any(_names_axis(eqn) for eqn in traced.jaxpr.eqns)
 
     def shard_program(self, layer: int, phase: int) -> ShardProgram:
         """A layer's update program over shards."""
@@ -326,6 +337,14 @@ class Recipes:
             out = [*parameters, *optimizer, *extra]
         out += [PARTIAL] * len(update.partials[phase])
         return on_shards(closed, layouts, out, code.data_parallel, AXIS)
+
+
+def _names_axis(eqn: Any) -> bool:
+    """Whether an equation, or one inside it, talks over a mapped axis."""
+    names = (eqn.params.get("axes"), eqn.params.get("axis_name"))
+    if any(AXIS in name for name in names if isinstance(name, (tuple, str))):
+        return True
+    return any(_names_axis(inner) for _, sub in compat.sub_jaxprs(eqn) for inner in sub.jaxpr.eqns)
 
 
 def local_type(array: ArrayType) -> jax.ShapeDtypeStruct:

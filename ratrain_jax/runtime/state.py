@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,23 +45,25 @@ def leaf_places(code: StepCode) -> dict[int, Place]:
 
 
 class Ownership:
-    """Remembers which arrays this runtime handed out."""
+    """Remembers which arrays this runtime handed out, and as which leaf of the state."""
 
     def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._refs: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
-    def add(self, arrays: Sequence[Any]) -> None:
-        """Remembers arrays for as long as they live."""
-        for array in arrays:
+    def add(self, arrays: Mapping[int, Any]) -> None:
+        """Remembers arrays, by leaf, for as long as they live."""
+        for leaf, array in arrays.items():
             number = id(array)
-            self._refs[number] = weakref.ref(array, functools.partial(self._forget, number))
+            ref = weakref.ref(array, functools.partial(self._forget, number))
+            self._refs[number] = (leaf, ref)
 
     def _forget(self, number: int, _: Any) -> None:
         self._refs.pop(number, None)
 
-    def __contains__(self, array: Any) -> bool:
-        ref = self._refs.get(id(array))
-        return ref is not None and ref() is array
+    def holds(self, leaf: int, array: Any) -> bool:
+        """Whether an array was handed out as this very leaf, so that it lies in its place."""
+        known, ref = self._refs.get(id(array), (None, None))
+        return known == leaf and ref is not None and ref() is array
 
 
 class Reshaper:
