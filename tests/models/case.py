@@ -60,17 +60,17 @@ MAX_NORM = 0.1
 OPTIMIZERS: Mapping[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.chain(
         optax.clip_by_global_norm(MAX_NORM),
-        optax.adamw(optax.cosine_decay_schedule(1e-3, 100), eps=1e-6, weight_decay=1e-2),
+        optax.adamw(optax.cosine_decay_schedule(3e-4, 100), eps=1e-5, weight_decay=1e-2),
     ),
-    "sgd": lambda: optax.sgd(2e-2, momentum=0.9),
-    "lion": lambda: optax.lion(1e-5, weight_decay=1e-2),
-    "adam": lambda: optax.adam(1e-3, eps=1e-6),
+    "sgd": lambda: optax.sgd(5e-3, momentum=0.9),
+    "lion": lambda: optax.lion(3e-6, weight_decay=1e-2),
+    "adam": lambda: optax.adam(3e-4, eps=1e-5),
 }
 """Makers of the optimizers, by name.
 
-Rounding may turn the sign of a gradient near zero, and then Adam's first steps and every step of
-Lion go the other way. The sizes of `eps` and of Lion's learning rate keep one such turn below 1e-5
-of a weight matrix's norm.
+Rounding may turn the sign of a gradient near zero; Adam's first steps and every step of Lion then go
+the other way. The sizes of `eps` and of the learning rates keep what one such turn does to a weight
+matrix, and to the gradients after it, below 1e-5 of their norms.
 """
 
 

@@ -61,7 +61,7 @@ class EncoderDecoder(nn.Module):
 
     @nn.compact
     def __call__(self, source: jax.Array, target: jax.Array) -> jax.Array:
-        init = nn.initializers.normal(0.02)
+        init = nn.initializers.normal(0.1)
         embed_source = nn.Embed(VOCABULARY, self.width, name="embedding")
         embed_target = embed_source
         if not self.share_embedding:

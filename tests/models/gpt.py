@@ -52,7 +52,7 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         embedding = nn.Embed(self.vocabulary, self.width, name="embedding")
-        init = nn.initializers.normal(0.02)
+        init = nn.initializers.normal(0.1)
         positions = self.param("positions", init, (inputs.shape[1], self.width))
         x = embedding(inputs) + positions
         for index in range(self.layers):

@@ -39,7 +39,7 @@ class ViT(nn.Module):
         patch = (self.patch, self.patch)
         x = nn.Conv(self.width, patch, strides=patch, padding="VALID", name="patches")(images)
         x = x.reshape(x.shape[0], -1, self.width)
-        init = nn.initializers.normal(0.02)
+        init = nn.initializers.normal(0.5)  # norms of smaller tokens would amplify rounding
         token = self.param("class_token", init, (1, 1, self.width))
         x = jnp.concatenate([jnp.tile(token, (x.shape[0], 1, 1)), x], axis=1)
         x = x + self.param("positions", init, (1, x.shape[1], self.width))

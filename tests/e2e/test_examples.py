@@ -1,0 +1,49 @@
+"""The examples run as scripts, as a user starts them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The demo, with fewer steps than `make demo` takes.
+SHORT_DEMO = "import demo; demo.STEPS = 6; demo.main()"
+
+
+def run(*arguments):
+    """Runs Python in the examples' folder, piped and in 80 columns; returns what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT / "examples",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", "llama.py"])
+def test_a_script_trains(script):
+    small = ("--length", "16", "--batch-size", "8", "--microbatches", "2", "--steps", "20")
+    text = run(script, "--stages", "2", "--schedule", "1f1b", *small)
+    assert {"0", "1"} <= {line.split()[0] for line in text.splitlines() if "block_" in line}
+    first, last = map(float, re.findall(r"loss (\d+\.\d+)$", text, re.MULTILINE))
+    assert last < first
+
+
+def test_the_demo_shows_all_and_ends_at_the_plain_loss():
+    text = run("-c", SHORT_DEMO)
+    for shown in ("block_2", "slot ", "stage 1", "F3", "GS", "PV"):
+        assert shown in text
+    progress = re.findall(r"(ratrain|jax\.jit) +6/6 +loss (\d\.\d+) +[\d,]+ tokens/s", text)
+    assert [name for name, _ in progress] == ["ratrain", "jax.jit"]
+    ours, theirs = map(float, re.findall(r"loss of step 6, .* (\d\.\d{6})$", text, re.MULTILINE))
+    assert abs(ours - theirs) <= 1e-5 * theirs
