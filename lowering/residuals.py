@@ -23,12 +23,14 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from ratrain_jax.lowering.graph import Graph, Var, is_var
 
 CHEAP = frozenset(
-    """
-    abs add add_any and broadcast_in_dim clamp convert_element_type copy div eq exp expand_dims ge gt integer_pow
-    iota is_finite le log logistic lt max min mul ne neg not or reduce_precision reshape rsqrt select_n sign sqrt
-    square squeeze stop_gradient sub tanh transpose xor
-    """.split()
-)
+    {
+        "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type",
+        "copy", "div", "eq", "exp", "expand_dims", "ge", "gt", "integer_pow", "iota", "is_finite",
+        "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
+        "reduce_precision", "reshape", "rsqrt", "select_n", "sign", "sqrt", "square", "squeeze",
+        "stop_gradient", "sub", "tanh", "transpose", "xor",
+    }
+)  # fmt: skip
 """Primitives that cost about as much as reading their result from memory."""
 
 _LARGEST = 1 << 30  # scipy's flows count in 32 bits
