@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,9 +22,14 @@ from ratrain_jax.runtime.host import keep_freed_memory
 from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
 from ratrain_jax.runtime.measured import MeasuredRun, Watcher
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
+from ratrain_jax.runtime.turns import settle
 
 if TYPE_CHECKING:
     from ratrain_jax.lowered import Lowered
+
+
+STEPS_IN_FLIGHT = 2
+"""Steps that may be launched before the first of them has ended: more would hold memory and gain nothing."""
 
 
 class Compiled:
@@ -60,6 +66,7 @@ class Compiled:
         self._inputs = [self._program.values[v] for v in self._program.inputs]
         self._outputs = [self._program.values[v] for v in self._program.outputs]
         self._reshapers = self._make_reshapers()
+        self._flying: collections.deque[Any] = collections.deque()
         self._views: dict[tuple[int, int], tuple[tuple[Any, ...], Bundle]] = {}
         self._replicas: dict[int, tuple[tuple[Any, ...], Bundle]] = {}
 
@@ -76,9 +83,14 @@ class Compiled:
             StateError: the state has another tree, or leaves of other shapes, than what was compiled, or was used up.
             BatchError: the batch does.
         """
+        if len(self._flying) == STEPS_IN_FLIGHT:
+            jax.block_until_ready(self._flying.popleft())
         tables = self._enter(args)
         self._launch(tables)
-        return self._leave(tables)
+        result = self._leave(tables)
+        kept = self.lowered.signature.states if self.lowered.signature.has_state else 0
+        self._flying.append(jax.tree.leaves(result)[kept:])
+        return result
 
     def memory_analysis(self) -> MemoryAnalysis:
         """As `Lowered.memory_analysis`, with the scratch bytes that the compiled programs need reported apart."""
@@ -103,6 +115,7 @@ class Compiled:
         return f"<Compiled {self.lowered!r}, {self.executables} executables>"
 
     def _launch(self, tables: Sequence[dict[int, Bundle]], watch: Any = None) -> None:
+        settle(self._groups)
         inboxes = (Inbox(), Inbox())
         compute, link = self._plan.threads
         future = self._link.submit(run, link, tables[LINK], inboxes[LINK], inboxes[COMPUTE], watch)
