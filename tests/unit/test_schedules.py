@@ -1,5 +1,7 @@
 """The compute order of each schedule, and the grouping of layers into blocks."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +50,7 @@ def test_blocks_are_runs_of_at_most_the_limit(prints, limit):
     blocks = group_blocks([0] * len(prints), prints, limit)
     assert blocks[0] == 0
     assert all(
-        later - earlier in (0, 1) for earlier, later in zip(blocks, blocks[1:], strict=False)
+        later - earlier in (0, 1) for earlier, later in itertools.pairwise(blocks)
     )
     assert max(blocks.count(b) for b in set(blocks)) <= limit
 
