@@ -120,10 +120,10 @@ class Executors:
         return lambda bundles: call(index)
 
     def _prologue(self, op: Prologue) -> Execute:
-        return self._plain(op, self.recipes.prologue(op))
+        return self._indexed(op, self.recipes.prologue(op))
 
     def _metrics(self, op: Metrics) -> Execute:
-        return self._plain(op, self.recipes.metrics(op))
+        return self._indexed(op, self.recipes.metrics(op))
 
     def _update(self, op: UpdateShard) -> Execute:
         return self._plain(op, self.recipes.update(op))

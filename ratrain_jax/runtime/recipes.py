@@ -159,14 +159,15 @@ class Recipes:
         code = self.code
         run = as_function(code.prologue)
 
-        def function(*bundles: Bundle) -> tuple[Bundle, ...]:
+        def function(index: Any, *bundles: Bundle) -> tuple[Bundle, ...]:
+            del index  # pmap wants an argument, but a prologue may read nothing
             made = run(*(array for bundle in bundles for array in bundle))
             return tuple(
                 (_own_rows(code, o, array),)
                 for o, array in zip(code.prologue_operands, made, strict=True)
             )
 
-        return Recipe("prologue", function, self._types(op.reads))
+        return Recipe("prologue", function, (INDEX_TYPE, *self._types(op.reads)))
 
     def metrics(self, op: Metrics) -> Recipe:
         """What the step returns beside the state."""
@@ -175,7 +176,8 @@ class Recipes:
         scalars = len(code.update.reductions)
         state = 1 if code.update.replicated else 0
 
-        def function(*bundles: Bundle) -> tuple[Bundle, ...]:
+        def function(index: Any, *bundles: Bundle) -> tuple[Bundle, ...]:
+            del index  # pmap wants an argument, but metrics may be constants
             ordered = (
                 *bundles[scalars : scalars + state],
                 *bundles[:scalars],
@@ -183,7 +185,7 @@ class Recipes:
             )
             return (tuple(run(*_flat(ordered))),)
 
-        return Recipe("metrics", function, self._types(op.reads))
+        return Recipe("metrics", function, (INDEX_TYPE, *self._types(op.reads)))
 
     def grad_sync(self, op: GradSync) -> Recipe | None:
         """The sync's code; None where it only renames."""

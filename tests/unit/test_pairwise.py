@@ -50,7 +50,9 @@ def test_no_row_is_there_twice_and_all_runs_agree(factors):
 
 def test_the_array_is_small():
     """At best it has as many rows as the two largest factors have pairs."""
-    factors = {name: list(range(size)) for name, size in zip("abcdefg", (5, 4, 4, 4, 3, 2, 2), strict=True)}
+    factors = {
+        name: list(range(size)) for name, size in zip("abcdefg", (5, 4, 4, 4, 3, 2, 2), strict=True)
+    }
     assert 20 <= len(pairwise(factors)) <= 23
     assert len(product(factors)) == 3840
 
