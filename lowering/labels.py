@@ -6,7 +6,8 @@ Terms.
         LAYER       of one layer: its gradients, its state, and what is computed of them
         SCALAR      what a layer's arrays were reduced to, and what is computed of that alone
         GLOBAL      depends on scalars of several layers, on the loss, or on the batch
-    The **users** of a value are the layers whose new state depends on it.
+    The **users** of a value are the layers whose new state depends on it, not counting what comes
+    out of a further reduction.
 
 What several kinds give together. An array of a layer keeps what meets it in that layer: scalars of
 other layers and global ones are brought to it. Two scalars of different layers, or a layer's and a
@@ -24,6 +25,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ratrain_jax.errors import UnsupportedError
 from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
@@ -104,11 +106,13 @@ class Labels:
         marks: the label of each variable.
         home: the layer of each state leaf; None for a replicated one.
         makers: the equation that makes each variable.
+        mixed: equations where arrays of several layers meet; `check_labels` refuses them.
     """
 
     marks: Mapping[Var, Mark]
     home: tuple[int | None, ...]
     makers: Mapping[Var, Eqn]
+    mixed: tuple[Eqn, ...]
 
     def mark(self, atom: Atom) -> Mark:
         """The label of an atom; constants are replicated."""
@@ -120,37 +124,48 @@ def is_small(atom: Atom) -> bool:
     return math.prod(atom.aval.shape) <= 1
 
 
-def find_labels(update: Update, names: Sequence[str] = ()) -> Labels:
-    """Labels an update.
+def find_labels(update: Update) -> Labels:
+    """Labels an update."""
+    home = dict(update.params)
+    found = home
+    while found:
+        marks, mixed = _propagate(update, home, find_users(update, home))
+        found = _new_homes(update, home, marks) or _constant_homes(update, home, marks)
+        home.update(found)
+    makers = {var: eqn for eqn in update.eqns for var in eqn.outvars}
+    homes = tuple(home.get(leaf) for leaf in range(len(update.states)))
+    return Labels(marks, homes, makers, tuple(mixed))
+
+
+def check_labels(update: Update, labels: Labels, names: Sequence[str] = ()) -> None:
+    """Refuses an update that cannot be split by layer.
 
     Args:
         update: the update.
+        labels: its labels.
         names: the path of each state leaf, for messages.
 
     Raises:
         UnsupportedError: arrays of several layers meet in one equation, or in one state leaf.
     """
-    home = dict(update.params)
-    found = home
-    while found:
-        marks, mixed = _propagate(update, home, find_users(update, home))
-        found = _new_homes(update, home, marks) or _constant_homes(update, home)
-        home.update(found)
-    if mixed:
-        raise UnsupportedError(_mixed_message(mixed[0], marks))
-    makers = {var: eqn for eqn in update.eqns for var in eqn.outvars}
-    homes = tuple(home.get(leaf) for leaf in range(len(update.states)))
-    labels = Labels(marks, homes, makers)
-    _check_homes(update, labels, names)
-    return labels
+    if labels.mixed:
+        raise UnsupportedError(_mixed_message(labels.mixed[0], labels.marks))
+    for leaf, atom in enumerate(update.state_out):
+        mark, home = labels.mark(atom), labels.home[leaf]
+        if mark.kind is Kind.LAYER and mark.layer != home and not is_small(atom):
+            name = names[leaf] if leaf < len(names) else f"leaf {leaf}"
+            raise UnsupportedError(
+                f"the new value of {name} in the state, which belongs to layer {home}, is an array of layer"
+                f" {mark.layer}. The update of a layer may only read other layers through scalars."
+            )
 
 
-STATE, METRICS = 1, 2
-"""Users that are no layers: state that belongs to none (yet), and metrics. Layer n is the bit `_bit(n)`."""
+STATE = 1
+"""The user that is no layer: state that belongs to none (yet). Layer n is the bit `_bit(n)`."""
 
 
 def _bit(layer: int) -> int:
-    return 4 << layer
+    return 2 << layer
 
 
 def find_users(update: Update, home: Mapping[int, int]) -> dict[Var, int]:
@@ -169,13 +184,11 @@ def find_users(update: Update, home: Mapping[int, int]) -> dict[Var, int]:
     for leaf, (var, atom) in enumerate(zip(update.states, update.state_out, strict=True)):
         if atom is not var or leaf in home:
             add(atom, _bit(home[leaf]) if leaf in home else STATE)
-    for atom in update.metrics:
-        add(atom, METRICS)
     for eqn in reversed(update.eqns):
         bits = 0
         for var in eqn.outvars:
             bits |= users.get(var, 0)
-        for atom in eqn.invars:
+        for atom in () if _reduces(eqn) else eqn.invars:
             add(atom, bits)
     return users
 
@@ -222,7 +235,7 @@ def _join(
             phase = max(mark.arrival for mark in marks)
             return Mark(Kind.GLOBAL, -1, phase, any(mark.batch for mark in marks))
         layer = staying
-        elementwise = not eqn.primitive.name.startswith("reduce_") and _has_element(marks, layer)
+        elementwise = not _reduces(eqn) and _has_element(marks, layer)
         kind = Kind.LAYER if elementwise else Kind.SCALAR
     phase = max(
         mark.phase if mark.owned and mark.layer == layer else mark.arrival for mark in marks
@@ -241,16 +254,21 @@ def _stays(eqn: Eqn, read: Sequence[tuple[Var, Mark]], layer: int, users: int) -
     momentum of a scalar parameter), it does if it is an element of the layer's arrays, or one kept
     or dropped by a foreign predicate.
     """
-    layers = users & ~(STATE | METRICS)
+    layers = users & ~STATE
     if layers:
         return layers == _bit(layer)
-    if not users & STATE:
+    if users != STATE:
         return False
     cases = [mark for atom, mark in read if atom is not eqn.invars[0]]
     kept = eqn.primitive.name == "select_n" and all(
         mark.layer == layer if mark.owned else mark.kind is Kind.REPLICATED for mark in cases
     )
-    return kept or _has_element([mark for _, mark in read], layer)
+    return kept or (not _reduces(eqn) and _has_element([mark for _, mark in read], layer))
+
+
+def _reduces(eqn: Eqn) -> bool:
+    """Whether an equation reduces even an array of one element, so that the result is a scalar by nature."""
+    return eqn.primitive.name == "dot_general" or eqn.primitive.name.startswith("reduce_")
 
 
 def _new_homes(
@@ -265,26 +283,34 @@ def _new_homes(
     return found
 
 
-def _constant_homes(update: Update, home: Mapping[int, int]) -> dict[int, int]:
-    users = find_users(update, home)
-    found = {}
-    for leaf, (var, atom) in enumerate(zip(update.states, update.state_out, strict=True)):
-        bits = users.get(var, 0)
-        alone = bits >= _bit(0) and bits & (bits - 1) == 0
-        if alone and atom is var and not is_small(var) and leaf not in {*home, *update.kept}:
-            found[leaf] = (bits >> 2).bit_length() - 1
-    return found
+def _constant_homes(
+    update: Update, home: Mapping[int, int], marks: Mapping[Var, Mark]
+) -> dict[int, int]:
+    """Homes of leaves that never change (the parameters that training began with): where arrays of one layer meet them.
 
-
-def _check_homes(update: Update, labels: Labels, names: Sequence[str]) -> None:
-    for leaf, atom in enumerate(update.state_out):
-        mark, home = labels.mark(atom), labels.home[leaf]
-        if mark.kind is Kind.LAYER and mark.layer != home and not is_small(atom):
-            name = names[leaf] if leaf < len(names) else f"leaf {leaf}"
-            raise UnsupportedError(
-                f"the new value of {name} in the state, which belongs to layer {home}, is an array of layer"
-                f" {mark.layer}. The update of a layer may only read other layers through scalars."
-            )
+    A small one that also meets other values stays replicated: it is cheaper to have everywhere than to send.
+    """
+    constant = {
+        var: leaf
+        for leaf, (var, atom) in enumerate(zip(update.states, update.state_out, strict=True))
+        if atom is var and leaf not in home and leaf not in update.kept
+    }
+    derived: dict[Var, set[int]] = {var: {leaf} for var, leaf in constant.items()}
+    met: dict[int, set[int]] = {leaf: set() for leaf in constant.values()}
+    for eqn in update.eqns:
+        leaves = set().union(*(derived.get(a, ()) for a in eqn.invars if is_var(a)))
+        if not leaves:
+            continue
+        read = [marks.get(atom, REPLICATED) for atom in eqn.invars if is_var(atom)]
+        layers = {mark.layer for mark in read if mark.kind is Kind.LAYER}
+        foreign = {-1} if any(m.kind in (Kind.GLOBAL, Kind.SCALAR) for m in read) else set()
+        for leaf in leaves:
+            met[leaf] |= layers | (foreign if is_small(update.states[leaf]) else set())
+        if not layers and not foreign:
+            derived.update((var, leaves) for var in eqn.outvars)
+    return {
+        leaf: min(layers) for leaf, layers in met.items() if len(layers) == 1 and -1 not in layers
+    }
 
 
 def _mixed_message(eqn: Eqn, marks: Mapping[Var, Mark]) -> str:
@@ -296,10 +322,14 @@ def _mixed_message(eqn: Eqn, marks: Mapping[Var, Mark]) -> str:
     )
 
 
+_OWN = Path(__file__).resolve().parent
+
+
 def origin(eqn: Eqn) -> str:
     """Where in the user's code an equation was written, as `file:line`."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if "site-packages" not in frame.file_name and not frame.file_name.startswith("<"):
+        foreign = "site-packages" in frame.file_name or frame.file_name.startswith("<")
+        if not foreign and not Path(frame.file_name).resolve().is_relative_to(_OWN):
             return f"{frame.file_name}:{frame.line_num}"
     return "in an unknown place"

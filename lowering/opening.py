@@ -2,13 +2,14 @@
 
 The update is not differentiated again, so custom differentiation rules are dropped for the code
 they wrap. A `cond` becomes all of its branches and a `select_n` on each result: a branch around the
-whole update (`MultiSteps`, `apply_if_finite`) then falls apart by layer. A branch that holds heavy
-work (`HEAVY`) stays a `cond` if it concerns one layer alone. Equal equations are merged last, so
-that a scalar that optax computes once a leaf is one value.
+whole update (`MultiSteps`, `apply_if_finite`) then falls apart by layer. Where that would run heavy
+work (`HEAVY`) in vain, see `branches`. Equal equations are merged last, so that a scalar that optax
+computes once a leaf is one value.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,26 +77,32 @@ def is_heavy(closed: jex.ClosedJaxpr) -> bool:
     )
 
 
-def open_calls(
-    eqns: Sequence[Eqn],
-    outvars: Sequence[Atom],
-    keep: Callable[[Eqn], bool] = lambda eqn: False,
-) -> tuple[list[Eqn], list[Atom], dict[Var, Any]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """Equations, opened.
+
+    Attributes:
+        eqns: what they are now.
+        consts: the arrays that opened code closed over.
+        read: gives the atom that stands for one that the equations had before.
+    """
+
+    eqns: list[Eqn]
+    consts: dict[Var, Any]
+    read: Callable[[Atom], Atom]
+
+
+def open_calls(eqns: Sequence[Eqn], keep: Callable[[Eqn], bool] = lambda eqn: False) -> Opened:
     """Opens calls, custom rules and branches, and merges equal equations.
 
     Args:
         eqns: equations, in order.
-        outvars: the variables that are wanted.
         keep: which `cond`s stay as they are.
-
-    Returns:
-        The equations, the atoms that stand for `outvars`, and the arrays that opened code closed
-        over.
     """
     opener = _Opener(keep)
     opener.visit(eqns)
     merged, same = merge_equal(opener.eqns)
-    return merged, [_read(same, opener.read(atom)) for atom in outvars], opener.consts
+    return Opened(merged, opener.consts, lambda atom: _read(same, opener.read(atom)))
 
 
 class _Opener:

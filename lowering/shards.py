@@ -86,19 +86,22 @@ def on_shards(
     if devices == 1:
         return ShardProgram(as_function(closed), ("same",) * partial, ())
     jaxpr = closed.jaxpr
-    eqns, outvars, consts = open_calls(jaxpr.eqns, jaxpr.outvars, keep=lambda eqn: True)
-    consts.update(zip(jaxpr.constvars, closed.consts, strict=True))
-    laid = dict(zip(jaxpr.invars, layouts_in, strict=True))
+    opened = open_calls(jaxpr.eqns, keep=lambda eqn: True)
+    eqns, outvars = opened.eqns, [opened.read(atom) for atom in jaxpr.outvars]
+    consts = {**opened.consts, **dict(zip(jaxpr.constvars, closed.consts, strict=True))}
+    laid: dict[Var, Layout] = dict(zip(jaxpr.invars, layouts_in, strict=True))
     wants = _wants(eqns, outvars, layouts_out)
     steps, whole = _lay_out(eqns, laid, wants, devices)
     ends: list[tuple[Atom, Layout]] = []
-    combine = []
+    combine: list[str] = []
     for atom, want in zip(outvars, layouts_out, strict=True):
+        if not isinstance(want, str):
+            ends.append((atom, want))
+            continue
         have = laid.get(atom) if is_var(atom) else None
-        pending = want == PARTIAL and isinstance(have, Pending)
-        if want == PARTIAL:
-            combine.append(have.combine if isinstance(have, Pending) else "same")
-        ends.append((atom, have if pending else None if want == PARTIAL else want))
+        pending = have if isinstance(have, Pending) else None
+        combine.append(pending.combine if pending else "same")
+        ends.append((atom, pending))
     run = _runner(jaxpr.invars, steps, ends, consts, laid, devices, axis_name)
     return ShardProgram(run, tuple(combine), tuple(whole))
 

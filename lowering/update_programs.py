@@ -50,7 +50,8 @@ class Planner:
         optimizer: the other state leaves of each layer.
         replicated: the state leaves of no layer.
         scalars: what each reduction gives, in order of demand.
-        partials: what each layer gives to reductions, by phase, in order of demand.
+        partials: what each layer gives to reductions, by phase.
+        traced: the place of each variable in the trace.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Planner:
         self._place_metrics(metrics_out)
         self.scalars: dict[int, dict[Var, None]] = {}
         self.partials: list[dict[int, list[Var]]] = [{} for _ in range(layers)]
+        made = (var for eqn in update.eqns for var in eqn.outvars)
+        self.traced = {v: i for i, v in enumerate([*update.states, *update.grads, *made])}
 
     def _accumulated(self, grad: Var) -> Var:
         """The input that a gradient is cast from, in the accumulator's dtype; adds the cast."""
@@ -189,6 +192,8 @@ class Planner:
                 self._bring(var)
         for layer, given in enumerate(partials):
             if given:
+                # In the order of the trace, which is the same for equal layers.
+                given.sort(key=self.traced.__getitem__)
                 self.partials[layer][number - 1] = given
                 self._demand(given, self.stops.layer(layer), layer)
         loss = bool(first.intersection(self.update.results, ends))
