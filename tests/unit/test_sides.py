@@ -58,6 +58,20 @@ def test_what_is_much_smaller_than_what_it_is_made_of_is_handed_on_instead():
     layered = trace_loss(loss, dense_params(3), X, X).layers(3, FREE_LINK)
     passed = [v for v in layered.variables if len(v.readers) == 2]
     assert [(v.aval.shape, v.producer) for v in passed] == [((), 0)]
+    assert passed[0].aval.dtype == jnp.float32 and not passed[0].differentiable
+
+
+def test_what_is_much_larger_than_what_it_is_made_of_is_made_again():
+    def loss(params, x, source):
+        scale = jnp.sort(source[:, 0])[:, None] * jnp.ones((4, 8))
+        for name in sorted(params):
+            x = jnp.tanh((x * scale) @ params[name])
+        return x.sum()
+
+    traced = trace_loss(loss, dense_params(3), X, X)
+    layered = traced.layers(3, FREE_LINK)
+    assert [v.aval.size for v in layered.variables if len(v.readers) == 2] == [4]
+    assert_equal_results(traced, layered)
 
 
 def test_a_side_value_of_parameters_is_differentiated_through():
