@@ -36,6 +36,10 @@ class StateTasks:
         self.scalars: dict[tuple[int, int], int] = {}
         self.arguments: dict[tuple[int, int], int] = {}
         self.syncs: dict[int, list[int]] = {}
+        # With late syncs, the sync of each (stage, microbatch) that reads what its last backward makes.
+        self._first_syncs: dict[tuple[int, int], int] = {}
+        # With ZeRO-2, the tied layer of each stage whose shares are joined last.
+        self._joined: dict[int, int] = {}
 
     @property
     def stateful(self) -> list[int]:
@@ -128,6 +132,9 @@ class StateTasks:
         """Everything from the gradients on."""
         for n in self.stateful:
             self._sync(n)
+        if self.code.zero == 2:
+            for n in self.stateful:
+                self._join_shares(n)
         for phase in range(len(self.sheet.reductions) + 1):
             if phase > 0:
                 self._reduce(phase)
@@ -145,10 +152,23 @@ class StateTasks:
             self._sync_each(layer)
 
     def _gate(self, stage: int, microbatch: int) -> tuple[int, ...]:
-        """What a sync waits for beside its gradient: the stage's last backward, if it may not overlap."""
+        """What a sync waits for beside its gradient, if it may not overlap with backward.
+
+        It stands behind the stage's last backward, and behind the sync of the stage's first layer: that one reads what
+        the last backward makes, so that the link lane does not reach the others before.
+        """
         if self.sheet.settings.layerwise_state:
             return ()
-        return (self.sheet.last_backward[stage, microbatch],)
+        first = self._first_syncs.get((stage, microbatch))
+        gate = (self.sheet.last_backward[stage, microbatch],)
+        return gate if first is None else (*gate, first)
+
+    def _place(self, stage: int, layer: int) -> int:
+        """The place of a layer's sync among its stage's: as gradients become final, or the last of them first."""
+        if self.sheet.settings.layerwise_state:
+            return -layer
+        at_home = self.code.stage_of[layer] == stage
+        return layer if at_home else len(self.code.layered.layers) + layer
 
     def _chain(self, layer: int) -> tuple[int, int] | None:
         """The layer's chain in its stage's window, where its update follows its sync at once."""
@@ -163,8 +183,9 @@ class StateTasks:
         gradient = sheet.values.gradient(layer, home)
         op = GradSync(home, (own, *shares), (gradient,), (own, *shares), layer=layer)
         seconds = sheet.durations.collective(sheet.bytes(own))
-        gate = self._gate(home, self.code.microbatches - 1)
-        self._add_sync(op, seconds, gate, gradient, layer)
+        last = self.code.microbatches - 1
+        task = self._add_sync(op, seconds, self._gate(home, last), gradient, layer)
+        self._first_syncs.setdefault((home, last), task)
 
     def _share(self, layer: int, borrower: int) -> int:
         """Brings a borrower's share of a tied gradient to the owner."""
@@ -173,8 +194,10 @@ class StateTasks:
         copy = sheet.values.copy(share, home)
         op = SendGradient(borrower, (share,), (copy,), target=home)
         seconds = sheet.durations.send(sheet.bytes(share))
-        gate = self._gate(borrower, self.code.microbatches - 1)
-        sheet.add(op, seconds, (SYNC, -layer), after=gate)
+        last = self.code.microbatches - 1
+        late = not sheet.settings.layerwise_state
+        rank = (SYNC, *[last + 1] * late, self._place(borrower, layer))
+        sheet.add(op, seconds, rank, after=self._gate(borrower, last))
         return copy
 
     def _sync_each(self, layer: int) -> None:
@@ -193,26 +216,38 @@ class StateTasks:
                 seconds = sheet.durations.collective(sheet.bytes(whole))
                 gate = self._gate(stage, i)
                 if stage == home and i == last and not borrowers:
-                    self._add_sync(op, seconds, gate, after, layer)
+                    task = self._add_sync(op, seconds, gate, after, layer)
                 else:
-                    sheet.add(op, seconds, (SYNC, i, -layer), after=gate)
-        if borrowers:
-            own = sheet.accumulators[home, layer]
-            shares = [self._share(layer, s) for s in borrowers]
-            gradient = sheet.values.gradient(layer, home)
-            op = GradSync(home, (own, *shares), (gradient,), (own, *shares), layer=layer)
-            self._add_sync(op, sheet.durations.sweep(sheet.bytes(own)), (), gradient, layer)
+                    rank = (SYNC, i if i < last else last + 1, self._place(stage, layer))
+                    task = sheet.add(op, seconds, rank, after=gate)
+                if stage == home:
+                    self._first_syncs.setdefault((home, i), task)
+
+    def _join_shares(self, layer: int) -> None:
+        """Adds up the sharded accumulators of a tied layer, behind the stage's other syncs where updates are late."""
+        sheet, home = self.sheet, self.code.stage_of[layer]
+        borrowers = self.code.borrowers(layer)
+        if not borrowers:
+            return
+        own = sheet.accumulators[home, layer]
+        shares = [self._share(layer, s) for s in borrowers]
+        gradient = sheet.values.gradient(layer, home)
+        op = GradSync(home, (own, *shares), (gradient,), (own, *shares), layer=layer)
+        gate = () if sheet.settings.update_prefetch else tuple(self.syncs.get(home, ()))
+        self._add_sync(op, sheet.durations.sweep(sheet.bytes(own)), gate, gradient, layer)
+        self._joined[home] = layer
 
     def _add_sync(
         self, op: GradSync, seconds: float, gate: tuple[int, ...], gradient: int, layer: int
-    ) -> None:
-        """The sync that makes a layer's gradient final."""
+    ) -> int:
+        """The sync that makes a layer's gradient final; its task."""
         sheet = self.sheet
         held = sheet.bytes(gradient) + sheet.bytes(sheet.views[op.stage, layer])
-        rank = (SYNC, self.code.microbatches, -layer)
+        rank = (SYNC, self.code.microbatches, self._place(op.stage, layer))
         task = sheet.add(op, seconds, rank, gate, opens=self._chain(layer), held=held)
         self.gradients[layer] = gradient
         self.syncs.setdefault(op.stage, []).append(task)
+        return task
 
     def _update(self, layer: int, phase: int) -> None:
         """One phase of a layer's update; the last is followed by the views of the next step."""
@@ -241,11 +276,21 @@ class StateTasks:
         seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
         chain = self._window_of_update(layer, final)
         held = sheet.bytes(self.gradients[layer]) + sheet.bytes(sheet.views[stage, layer])
-        sheet.add(op, seconds, (UPDATE, phase, layer), after, opens=chain, held=held)
+        rank = (UPDATE, phase, 0 if layer == self._first_updated(stage) else 1, layer)
+        sheet.add(op, seconds, rank, after, opens=chain, held=held)
         if final and sheet.settings.update_prefetch:
             views: dict[tuple[int, int], int] = {}
             self._gather(layer, new[0], views, opens=True)
             sheet.outputs += views.values()
+
+    def _first_updated(self, stage: int) -> int | None:
+        """Without prefetch, the layer that is synchronised last: if it goes first, no update overlaps with a sync."""
+        if self.sheet.settings.update_prefetch:
+            return None
+        if stage in self._joined:
+            return self._joined[stage]
+        owners = [n for n in self.stateful if self.code.stage_of[n] == stage]
+        return owners[0] if self.sheet.settings.layerwise_state else owners[-1]
 
     def _window_of_update(self, layer: int, final: bool) -> tuple[int, int] | None:
         """A chain that had to wait for a reduction opens with its update."""
