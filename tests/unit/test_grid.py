@@ -12,14 +12,14 @@ from tests.programs import make_program, place, with_order
 ONE_FORWARD_ONE_BACKWARD = """\
 slot    0   1   2   3   4   5  6  7  8 9  10 11 12 13  14 15  16  17  18  19
 stage 0 U*  .   .   .   .   F0 F1 .  . B0 =  F2 B1 =   .  B2  =   .   .   .
-  link  PV0 BO0 PV1 PV2 PV3                                       GS3 GS2 GS1
-stage 1 U*  .   .   .   .   .  F0 B0 = F1 B1 =  F2 B2  =  M   .   .   .   U4
-  link  PV4 BO0 PV5 PV6 PV7                        GR1    GS7 GS6 GS5 GS4
+  link  PV0 BO0 PV1 PV2 PV3                                       GS0 GS1 GS2
+stage 1 U*  .   .   .   .   .  F0 B0 = F1 B1 =  F2 B2  =  M   .   .   .   U7
+  link  PV4 BO0 PV5 PV6 PV7                        GR1    GS4 GS5 GS6 GS7
 
 slot    20  21 22 23 24
-stage 0 .   U0 U1 U2 U3
-  link  GS0
-stage 1 U5  U6 U7 .  ."""
+stage 0 .   U3 U0 U1 U2
+  link  GS3
+stage 1 U4  U5 U6 .  ."""
 
 
 def test_one_forward_one_backward():
