@@ -94,6 +94,13 @@ def test_an_elementwise_chain_is_charged_once():
     assert one.bytes == chain.bytes == 2 * 64 * 64 * F32
 
 
+def test_what_several_elementwise_equations_read_is_charged_once():
+    once = cost(lambda x, w: jnp.exp(x @ w), (64, 64), (64, 64))
+    twice = cost(lambda x, w: jnp.exp(x @ w) * jnp.tanh(x @ w), (64, 64), (64, 64))
+    shared = cost(lambda x, w: (lambda y: jnp.exp(y) * jnp.tanh(y))(x @ w), (64, 64), (64, 64))
+    assert shared.bytes == once.bytes < twice.bytes
+
+
 def test_a_reduction_takes_a_chain_without_storing_it():
     assert cost(lambda x: (x * x).sum(), (64, 64)).bytes == 64 * 64 * F32 + F32
 
