@@ -180,10 +180,9 @@ def _key(eqn: Eqn) -> Any:
     if eqn.effects or any(True for _ in compat.sub_jaxprs(eqn)):
         return None
     reads = tuple(
-        atom if is_var(atom) else (str(atom.aval), np.asarray(atom.val).tobytes())
-        for atom in eqn.invars
+        atom if is_var(atom) else (atom.aval, np.asarray(atom.val).tobytes()) for atom in eqn.invars
     )
-    writes = tuple(str(var.aval) for var in eqn.outvars)
+    writes = tuple(var.aval for var in eqn.outvars)
     key = (eqn.primitive, reads, writes, tuple(sorted(eqn.params.items(), key=lambda i: i[0])))
     try:
         hash(key)

@@ -164,7 +164,7 @@ def _same_blocks(operand: tuple[int, ...], axis: int, shape: tuple[int, ...], de
     """The axis of the new shape whose blocks are the very blocks along the old axis, if there is one."""
     before = math.prod(operand[:axis])
     for out, size in enumerate(shape):
-        if math.prod(shape[:out]) == before and size > 1 and size % devices == 0:
+        if math.prod(shape[:out]) == before and size % devices == 0:
             return out
     return None
 

@@ -1,8 +1,8 @@
 """What a program of the update computes by itself, and where values come from elsewhere.
 
-What comes from elsewhere is brought by the reduction that is its *arrival*. A value that has more
-elements than what it is made of (a scalar broadcast to an array) is not sent: each program that
-wants it makes it.
+What comes from elsewhere is brought by the reduction that is its *arrival*. A value that is made
+of fewer elements than it has (a scalar broadcast to an array, noise from a key) is not sent: each
+program that wants it makes it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class Stops:
 
     Attributes:
         labels: the labels of the update.
+        made_of: how many elements to send if a value is made where it is wanted.
     """
 
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
+        self.made_of = self._made_of()
 
     def layer(self, number: int) -> Stop:
         """For a layer: at what belongs to another layer, and at what is global."""
@@ -104,14 +106,22 @@ class Stops:
         )
 
     def grows(self, var: Var) -> bool:
-        """Whether a value has more elements than what it is made of, so that it is better made where it is wanted."""
-        eqn = self.labels.makers.get(var)
-        if eqn is None or self.labels.mark(var).kind is Kind.LAYER:
-            return False
-        sent = 0
-        for atom in eqn.invars:
-            kind = self.labels.mark(atom).kind
-            if kind is Kind.LAYER and not is_small(atom):
-                return False
-            sent += 0 if kind is Kind.REPLICATED else math.prod(atom.aval.shape)
-        return math.prod(var.aval.shape) > sent
+        """Whether sending what a value is made of costs less than sending the value."""
+        return self.made_of.get(var, math.inf) < math.prod(var.aval.shape)
+
+    def _made_of(self) -> dict[Var, float]:
+        """The elements to send for each value that is not of a layer's arrays, if it is made where it is wanted."""
+        made_of: dict[Var, float] = {}
+
+        def cost(atom: Atom) -> float:
+            kind, size = self.labels.mark(atom).kind, math.prod(atom.aval.shape)
+            if kind is Kind.REPLICATED or not is_var(atom):
+                return 0
+            if kind is Kind.LAYER:
+                return size if is_small(atom) else math.inf
+            return min(size, made_of.get(atom, math.inf))
+
+        for var, eqn in self.labels.makers.items():
+            if self.labels.mark(var).kind in (Kind.GLOBAL, Kind.SCALAR):
+                made_of[var] = sum(map(cost, eqn.invars))
+        return made_of

@@ -49,9 +49,7 @@ def test_an_unknown_schedule_is_named():
 def test_blocks_are_runs_of_at_most_the_limit(prints, limit):
     blocks = group_blocks([0] * len(prints), prints, limit)
     assert blocks[0] == 0
-    assert all(
-        later - earlier in (0, 1) for earlier, later in itertools.pairwise(blocks)
-    )
+    assert all(later - earlier in (0, 1) for earlier, later in itertools.pairwise(blocks))
     assert max(blocks.count(b) for b in set(blocks)) <= limit
 
 

@@ -163,6 +163,10 @@ def test_integers_and_booleans_run_on_shards():
     )
 
 
+def test_arrays_of_size_zero_run_on_shards():
+    check(lambda x: (x * 2 + jnp.sum(x), jnp.max(x, initial=0.0), x.T), grid(0, 4))
+
+
 def test_custom_rules_are_opened():
     check(lambda x: jax.nn.relu(x) + jax.jit(jax.nn.silu)(x), grid(4, 8))
 

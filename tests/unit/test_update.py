@@ -146,6 +146,7 @@ def test_an_optimizer_runs_layer_by_layer_on_shards(name):
     # One reduction, for the gradients' norm and the loss, whatever the updates wait for.
     assert [reduction.layers for reduction in case.plan.reductions] == [(0, 1, 2)]
     assert case.plan.reductions[0].loss
+    assert all(aval.shape == () for aval in case.plan.reductions[0].scalars)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
@@ -199,7 +200,10 @@ def test_optimizers_of_other_kinds_run_layer_by_layer(name):
         "prodigy": lambda: optax.contrib.prodigy(0.1),
         "noise": lambda: noise,
     }[name]()
-    compare(optax_case(tx), rtol=5e-5)
+    case = optax_case(tx)
+    compare(case, rtol=5e-5)
+    if name != "noise":  # each layer draws other numbers
+        check_equal_layers(case.plan)
 
 
 def test_a_plateau_makes_updates_wait_for_the_loss():
@@ -319,13 +323,15 @@ def test_metrics_and_learning_rates_may_come_from_the_batch():
         loss, grads = value_and_grad(loss_of)(state["params"], batch)
         params = jax.tree.map(lambda p, g: p - rate["scale"] * 0.1 * g, state["params"], grads)
         new = {"params": params, "last": rate["scale"], "count": state["count"] + 1}
-        return new, {"mean": jnp.mean(batch["x"]) + loss, "rows": batch["x"][:, 0] * 2}
+        metrics = {"mean": jnp.mean(batch["x"]) + loss, "rows": batch["x"][:, 0] * 2}
+        return new, metrics | {"rate": rate["scale"]}
 
     state = {"params": make_params(), "last": jnp.float32(0), "count": jnp.int32(0)}
     case = case_of(step, state, BATCH, {"scale": jnp.float32(2)})
     compare(case)
     assert len(case.plan.reductions[0].batch) == 1
-    assert len(case.plan.metrics_batch) == 1
+    assert len(case.plan.metrics_batch) == 2
+    assert len(set(case.plan.metrics.jaxpr.invars)) == len(case.plan.metrics.jaxpr.invars)
     assert case.plan.replicated_phase == 1
 
 
@@ -359,6 +365,40 @@ def test_reductions_can_follow_each_other():
     assert waits(case.plan) == [2, 2, 2]
     assert len(case.plan.reductions) == 3
     check_equal_layers(case.plan)
+
+
+def test_a_metric_may_need_a_later_phase_than_the_update():
+    def step(state, batch):
+        _, grads = value_and_grad(loss_of)(state, batch)
+        clipped: Any = optax.clip_by_global_norm(0.1).update(grads, optax.EmptyState())
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+        return new, {"clipped": optax.tree.norm(clipped[0])}
+
+    case = case_of(step, make_params())
+    compare(case)
+    assert waits(case.plan) == [1, 1, 1]
+    assert len(case.plan.reductions) == 2
+
+
+def test_arrays_that_grow_from_global_scalars_are_not_sent():
+    def step(state, batch, key):
+        _, grads = value_and_grad(loss_of)(state, batch)
+        norm = optax.tree.norm(grads)
+        noise = jax.random.uniform(key["noise"], (8, 8))
+        new = jax.tree.map(lambda p, g: p - 0.1 * g / jnp.broadcast_to(norm, g.shape), state, grads)
+        new["block0"]["w"] = new["block0"]["w"] + noise * norm
+        return new
+
+    case = case_of(step, make_params(), BATCH, {"noise": jax.random.key(3)})
+    results, grads = gradients(case, case.inputs)
+    got = run_plan(case, case.inputs, results, grads, 2)
+    want = run_whole(case, case.inputs, results, grads)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-7)
+    assert sorted(str(aval) for aval in case.plan.reductions[0].scalars) == [
+        "float32[]",
+        "key<fry>[]",
+    ]
 
 
 def test_one_layer_may_scale_by_a_norm_of_another():
