@@ -209,7 +209,8 @@ def run_small(closed: Any, inputs: Sequence[Any]) -> list[Any]:
 def cut_up(value: Any, axis: int | None, devices: int) -> Any:
     """The shards of a value, stacked; on the host, for `pmap` to place."""
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        return jnp.stack([value] * devices)
+        data = np.asarray(jax.random.key_data(value))
+        return jax.random.wrap_key_data(np.stack([data] * devices), impl=jax.random.key_impl(value))
     value = np.asarray(value)
     return np.stack([value] * devices if axis is None else np.split(value, devices, axis))
 
