@@ -85,10 +85,11 @@ class _Apart:
         self.joined: dict[Var, Joined] = {}
         self.env: dict[Var, Atom] = {}
         self.makers: dict[Var, Eqn] = {}
+        self.source: Any = None
 
     def visit(self, eqn: Eqn) -> None:
         eqn = eqn.replace(invars=[self.env.get(a, a) if is_var(a) else a for a in eqn.invars])
-        out = eqn.outvars[0]
+        self.source, out = eqn.source_info, eqn.outvars[0]
         if out in self.joins:
             self.joined[out] = self.join(eqn)
             return
@@ -117,9 +118,10 @@ class _Apart:
         self.makers.update((var, eqn) for var in eqn.outvars)
 
     def make(self, fun: Callable[..., Any], *atoms: Atom) -> Atom:
+        """What a function gives, said to come from where the equation at hand was written."""
         eqns, (result,) = emit(fun, atoms)
         for eqn in eqns:
-            self.add(eqn)
+            self.add(eqn.replace(source_info=self.source))
         return result
 
     def whole(self, atom: Atom) -> Atom:

@@ -137,26 +137,42 @@ def find_labels(update: Update) -> Labels:
     return Labels(marks, homes, makers, tuple(mixed))
 
 
-def check_labels(update: Update, labels: Labels, names: Sequence[str] = ()) -> None:
+def check_labels(
+    update: Update, labels: Labels, names: Sequence[str] = (), layer_names: Sequence[str] = ()
+) -> None:
     """Refuses an update that cannot be split by layer.
 
     Args:
         update: the update.
         labels: its labels.
         names: the path of each state leaf, for messages.
+        layer_names: the name of each layer, for messages.
 
     Raises:
         UnsupportedError: arrays of several layers meet in one equation, or in one state leaf.
     """
+
+    def name(layer: int | None) -> str:
+        if layer is None or layer >= len(layer_names):
+            return str(layer)
+        return f"`{layer_names[layer]}`"
+
     if labels.mixed:
-        raise UnsupportedError(_mixed_message(labels.mixed[0], labels.marks))
+        eqn = labels.mixed[0]
+        layers = sorted({labels.mark(a).layer for a in eqn.invars if labels.mark(a).owned})
+        raise UnsupportedError(
+            f"the update joins arrays of the layers {', '.join(map(name, layers))} in"
+            f" `{eqn.primitive.name}` ({origin(eqn)}). Each layer is updated on its own device group:"
+            " reduce the arrays to scalars leaf by leaf before you join them."
+        )
     for leaf, atom in enumerate(update.state_out):
         mark, home = labels.mark(atom), labels.home[leaf]
         if mark.kind is Kind.LAYER and mark.layer != home and not is_small(atom):
-            name = names[leaf] if leaf < len(names) else f"leaf {leaf}"
+            path = names[leaf] if leaf < len(names) else f"leaf {leaf}"
             raise UnsupportedError(
-                f"the new value of {name} in the state, which belongs to layer {home}, is an array of layer"
-                f" {mark.layer}. The update of a layer may only read other layers through scalars."
+                f"the new value of {path} in the state, which belongs to the layer {name(home)}, is an"
+                f" array of the layer {name(mark.layer)}. The update of a layer may only read other layers"
+                " through scalars."
             )
 
 
@@ -311,15 +327,6 @@ def _constant_homes(
     return {
         leaf: min(layers) for leaf, layers in met.items() if len(layers) == 1 and -1 not in layers
     }
-
-
-def _mixed_message(eqn: Eqn, marks: Mapping[Var, Mark]) -> str:
-    layers = sorted({marks[a].layer for a in eqn.invars if is_var(a) and marks[a].owned})
-    return (
-        f"the update joins arrays of layers {', '.join(map(str, layers))} in `{eqn.primitive.name}`"
-        f" ({origin(eqn)}). Each layer is updated on its own device group: reduce the arrays to scalars leaf"
-        " by leaf before you join them."
-    )
 
 
 _OWN = Path(__file__).resolve().parent

@@ -31,6 +31,7 @@ def split_update(
     state_out: Sequence[int | None],
     metrics_out: Sequence[int],
     names: Sequence[str] = (),
+    layer_names: Sequence[str] = (),
 ) -> UpdatePlan:
     """Splits a step's update by layer.
 
@@ -42,6 +43,7 @@ def split_update(
             it is.
         metrics_out: the flat outputs that are no new state.
         names: the path of each flat input, for messages.
+        layer_names: the name of each layer, for messages.
 
     Raises:
         UnsupportedError: a parameter that is no leaf of the state, arrays of several layers that
@@ -49,7 +51,7 @@ def split_update(
     """
     _check_step(regions, names)
     update, graph, labels = open_update(regions, owner, state_out, metrics_out)
-    check_labels(update, labels, names)
+    check_labels(update, labels, names, layer_names)
     planner = Planner(update, graph, labels, regions, owner, layers, metrics_out)
     return planner.plan()
 

@@ -71,6 +71,7 @@ def make_case(
         state_out=list(range(states)) if returns_state else [None] * states,
         metrics_out=range(new_state, len(jax.tree.leaves(out))),
         names=names,
+        layer_names=[f"layer{n}" for n in range(layers)],
     )
     return Case(regions, plan, step, (state, *batch), new_state)
 
@@ -209,8 +210,9 @@ def run_small(closed: Any, inputs: Sequence[Any]) -> list[Any]:
 def cut_up(value: Any, axis: int | None, devices: int) -> Any:
     """The shards of a value, stacked; on the host, for `pmap` to place."""
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        data = np.asarray(jax.random.key_data(value))
-        return jax.random.wrap_key_data(np.stack([data] * devices), impl=jax.random.key_impl(value))
+        data: Any = np.asarray(jax.random.key_data(value))
+        stacked: Any = np.stack([data] * devices)
+        return jax.random.wrap_key_data(stacked, impl=jax.random.key_impl(value))
     value = np.asarray(value)
     return np.stack([value] * devices if axis is None else np.split(value, devices, axis))
 
