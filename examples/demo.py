@@ -56,7 +56,7 @@ def train(console: Console, title: str, step: Step, state: TrainState, data: lis
         start = time.perf_counter()
         for done, batch in enumerate(data, start=1):
             state, metrics = step(state, batch)
-            if done % SHOW_EVERY and done < len(data):
+            if done % SHOW_EVERY and done not in (1, len(data)):
                 continue  # reading the loss waits for the step
             loss = float(metrics["loss"])
             speed = done * BATCH_SIZE * LENGTH / (time.perf_counter() - start)

@@ -64,7 +64,7 @@ OPTIMIZERS: Mapping[str, Callable[[], optax.GradientTransformation]] = {
     ),
     "sgd": lambda: optax.sgd(5e-3, momentum=0.9),
     "lion": lambda: optax.lion(3e-6, weight_decay=1e-2),
-    "adam": lambda: optax.adam(3e-4, eps=1e-5),
+    "adam": lambda: optax.adam(3e-4, eps=1e-4),
 }
 """Makers of the optimizers, by name.
 
