@@ -19,7 +19,10 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class GroupedAttention(nn.Module):
-    """Causal attention in which several query heads share one key and value head."""
+    """Causal attention in which several query heads share one key and value head.
+
+    Written out, because `jax.nn.dot_product_attention` takes the softmax of float64 in float32.
+    """
 
     heads: int
     groups: int
@@ -30,7 +33,11 @@ class GroupedAttention(nn.Module):
         query = nn.DenseGeneral((self.heads, size), use_bias=False, name="query")(x)
         key = nn.DenseGeneral((self.groups, size), use_bias=False, name="key")(x)
         value = nn.DenseGeneral((self.groups, size), use_bias=False, name="value")(x)
-        mixed = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        shared = rotate(query).reshape(*query.shape[:2], self.groups, -1, size)
+        scores = jnp.einsum("bqgrd,bkgd->bgrqk", shared, rotate(key)) / jnp.sqrt(size)
+        mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+        weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
+        mixed = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value).reshape(query.shape)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, name="out")(mixed)
 
 
