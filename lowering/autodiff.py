@@ -25,7 +25,8 @@ from ratrain_jax.lowering.graph import (
     needed,
 )
 from ratrain_jax.lowering.layers import Layer, LossVariable
-from ratrain_jax.lowering.residuals import choose_residuals
+from ratrain_jax.lowering.residuals import choose_residuals, read_in_another_order
+from ratrain_jax.lowering.transposes import absorb_transposes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ def _trace(layer: Layer, variables: Sequence[LossVariable]) -> tuple[Graph, Grap
         return list(structure[0].unflatten(leaves)(cotangents))
 
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaf_shapes]
-    return inline(made), inline(jax.make_jaxpr(backward)(leaves, cotangents))
+    pulled = jax.make_jaxpr(backward)(leaves, cotangents)
+    return absorb_transposes(inline(made)), absorb_transposes(inline(pulled))
 
 
 def _link(layer: Layer, forward: Graph, backward: Graph) -> LayerCode:
@@ -124,10 +126,10 @@ def _link(layer: Layer, forward: Graph, backward: Graph) -> LayerCode:
         {**forward.consts, **backward.consts},
         frozenset(),
     )
-    _, wanted = needed(eqns, results, cotangents)
+    pulling, wanted = needed(eqns, results, cotangents)
     wanted -= {*cotangents, *joint.consts}
     parameters = len(layer.reads) + len(layer.operands)
-    residuals = choose_residuals(forward, wanted)
+    residuals = choose_residuals(forward, wanted, read_in_another_order(pulling))
     _, read = needed(joint.eqns, results, [*residuals, *cotangents])
     position = {var: i for i, var in enumerate(forward.invars)}
     order = sorted(position[var] for var in read if var in position)

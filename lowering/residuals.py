@@ -5,15 +5,20 @@ Terms.
     broadcasts. What backward wants is **reachable** from a set of values if cheap steps alone lead from them, and from the
     layer's inputs, to it.
 
+    A product that does not contract the last axis of its first operand reads that operand **in another order**. A compiler
+    makes what it fuses into that reading in that order too, which is slow where a transcendental function is in it (on
+    XLA's CPU backend 6.3 ms against 3.9 for the gradient of a 1024 x 256 weight behind a GELU).
+
 The values kept are a minimum vertex cut, weighted by bytes, between the results of dear steps and what backward wants; among
-equal cuts the one nearest to backward, which makes least again. Each value less is one array less to write, hold and read.
+equal cuts the one nearest to backward, which makes least again. Each value less is one array less to write, hold and read. What is read in another order is kept as
+well if a transcendental function would have to make it.
 
 Reference: the cut formulation of rematerialization is that of torch's functorch min-cut partitioner (H. He and others, 2022).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,15 +38,21 @@ CHEAP = frozenset(
 )  # fmt: skip
 """Primitives that cost about as much as reading their result from memory."""
 
+TRANSCENDENTAL = frozenset({"exp", "log", "logistic", "tanh"})
+"""Those of the cheap primitives that cost most to make again."""
+
 _LARGEST = 1 << 30  # scipy's flows count in 32 bits
 
 
-def choose_residuals(forward: Graph, wanted: Iterable[Var]) -> list[Var]:
+def choose_residuals(
+    forward: Graph, wanted: Iterable[Var], reordered: Iterable[Var] = ()
+) -> list[Var]:
     """The values to keep.
 
     Args:
         forward: the forward graph; its inputs and constants are at hand in backward too.
         wanted: the variables of it that backward uses.
+        reordered: those of them that backward reads in another order.
 
     Returns:
         The residuals, in the order in which forward makes them.
@@ -52,21 +63,38 @@ def choose_residuals(forward: Graph, wanted: Iterable[Var]) -> list[Var]:
     reached = _cheap_ancestors(targets, makers)
     if not reached:
         return []
-    kept = _minimum_cut(reached, set(targets), makers)
+    kept = set(_minimum_cut(reached, set(targets), makers))
+    for var in set(reordered) & set(targets):
+        again = _cheap_ancestors([var], makers, stop=kept)
+        if any(makers[made].primitive.name in TRANSCENDENTAL for made in again):
+            kept.add(var)
     return sorted(kept, key=lambda var: order[var])
+
+
+def read_in_another_order(eqns: Iterable[Any]) -> set[Var]:
+    """The first operands of products that do not contract the operand's last axis."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        if eqn.primitive.name == "dot_general" and is_var(first := eqn.invars[0]):
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            if first.aval.ndim - 1 not in contracted:
+                found.add(first)
+    return found
 
 
 def _is_cheap(eqn: Any) -> bool:
     return eqn.primitive.name in CHEAP
 
 
-def _cheap_ancestors(targets: Iterable[Var], makers: dict[Var, Any]) -> list[Var]:
-    """The targets, and what cheap steps make them from, back to the results of dear steps."""
+def _cheap_ancestors(
+    targets: Iterable[Var], makers: dict[Var, Any], stop: Container[Var] = ()
+) -> list[Var]:
+    """The targets, and what cheap steps make them from, back to `stop` and the results of dear steps."""
     found: dict[Var, None] = {}
     stack = list(targets)
     while stack:
         var = stack.pop()
-        if var in found or var not in makers:
+        if var in found or var in stop or var not in makers:
             continue
         found[var] = None
         if _is_cheap(makers[var]):

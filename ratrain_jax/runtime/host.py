@@ -16,9 +16,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_BLOCK = 1 << 30
 _MOST_KEPT = (1 << 31) - 1
+_HEAP = 64 << 20  # what glibc maps at a time for a thread other than the first
 
 
 @functools.cache
@@ -37,7 +38,9 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     told = set_option(_M_MMAP_THRESHOLD, _LARGEST_BLOCK)
-    return bool(told and set_option(_M_TRIM_THRESHOLD, _MOST_KEPT))
+    told = told and set_option(_M_TRIM_THRESHOLD, _MOST_KEPT)
+    # An empty heap of another thread is unmapped unless what stays free in its others is less than the padding.
+    return bool(told and set_option(_M_TOP_PAD, 3 * _HEAP))
 
 
 def compiler_options(devices: Sequence[Any]) -> Mapping[str, Any]:

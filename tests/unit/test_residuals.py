@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratrain_jax.lowering.graph import inline
-from ratrain_jax.lowering.residuals import CHEAP, choose_residuals
+from ratrain_jax.lowering.residuals import (
+    CHEAP,
+    choose_residuals,
+    read_in_another_order,
+)
 
 
 def _graph(function, *args):
@@ -44,6 +48,29 @@ def test_of_equal_cuts_the_one_nearest_to_backward_is_taken():
     graph = _graph(lambda x: jnp.exp(jnp.cumsum(x) * 2.0), jnp.ones(5))
     (kept,) = choose_residuals(graph, graph.outvars)
     assert kept is graph.outvars[0]
+
+
+def test_what_a_product_reads_in_another_order_is_kept_behind_a_transcendental_function():
+    def forward(x, w):
+        h = x @ w
+        return jnp.tanh(h), h * 2.0
+
+    graph = _graph(forward, jnp.ones((4, 4)), jnp.ones((4, 4)))
+    tanh, double = graph.outvars
+    assert len(choose_residuals(graph, graph.outvars)) == 1
+    assert tanh in choose_residuals(graph, graph.outvars, [tanh])
+    assert double not in choose_residuals(graph, graph.outvars, [double])
+
+
+def test_products_read_their_first_operand_in_another_order_unless_they_contract_its_last_axis():
+    def forward(x, y):
+        return (
+            jax.lax.dot_general(x, y, (((0,), (0,)), ((), ()))),
+            jax.lax.dot_general(y, x, (((1,), (1,)), ((), ()))),
+        )
+
+    graph = _graph(forward, jnp.ones((4, 3)), jnp.ones((4, 3)))
+    assert read_in_another_order(graph.eqns) == {graph.invars[0]}
 
 
 @given(st.lists(st.sampled_from(["dot", "tanh", "sum", "scale"]), min_size=1, max_size=8))
