@@ -14,7 +14,9 @@ to memory before the products that read them. Their tiles, roundings and orders 
 same, and so are their bits.
 """
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -24,9 +26,11 @@ from ratrain_jax.errors import OptionError
 from ratrain_jax.kernels.attention_backward import attend_backward
 from ratrain_jax.kernels.attention_forward import HALF, Extras, Spec, attend_forward
 from ratrain_jax.kernels.attention_plan import Attention
-from ratrain_jax.kernels.attention_search import plan_attention
+from ratrain_jax.kernels.attention_search import cost_attention, plan_attention
+from ratrain_jax.kernels.cost import KernelCost
 from ratrain_jax.kernels.dot_general import Arithmetic
 from ratrain_jax.kernels.machine import Machine
+from ratrain_jax.kernels.primitives import Kernel, define
 
 BACKWARDS: Final = ("resident", "staged")
 
@@ -169,17 +173,84 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, spec: Spec
     return _attend_forward(q, k, v, extras, spec)[0]
 
 
-@functools.partial(jax.jit, static_argnums=4)
 def _attend_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, spec: Spec
 ) -> tuple[jax.Array, Any]:
     q, k, v = (x.astype(HALF) for x in (q, k, v))
-    out, lse = attend_forward(q, k, v, extras, spec)
+    given, names = _listed(extras)
+    out, lse = attend_p.bind(q, k, v, *given, spec=AttendSpec(spec, names))
     return out.astype(spec.out), (q, k, v, out.astype(HALF), lse, extras)
 
 
-def _backward(spec: Spec, kept: Any, grad: jax.Array) -> Any:
-    return attend_backward(spec, kept, grad)
+def _attend_backward(spec: Spec, kept: Any, grad: jax.Array) -> Any:
+    *arrays, extras = kept
+    given, names = _listed(extras)
+    results = attend_back_p.bind(*arrays, grad.astype(HALF), *given, spec=AttendSpec(spec, names))
+    moving = [name for name in names if name != "mask"]
+    dextras = dataclasses.replace(
+        Extras(None, None, None), **dict(zip(moving, results[3:], strict=True))
+    )
+    return (*results[:3], dextras)
 
 
-_attend.defvjp(_attend_forward, _backward)
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttendSpec:
+    """What one pass fixes before its arrays.
+
+    Attributes:
+      spec: The attention.
+      extras: Names of the extras that follow its arrays.
+    """
+
+    spec: Spec
+    extras: tuple[str, ...]
+
+
+def _listed(extras: Extras) -> tuple[list[jax.Array], tuple[str, ...]]:
+    """The extras that there are, and their names."""
+    pairs = [(name, getattr(extras, name)) for name in ("bias", "mask", "slopes")]
+    found = [(name, x) for name, x in pairs if x is not None]
+    return [x for _, x in found], tuple(name for name, _ in found)
+
+
+def _named(given: Sequence[jax.Array], names: tuple[str, ...]) -> Extras:
+    return dataclasses.replace(Extras(None, None, None), **dict(zip(names, given, strict=True)))
+
+
+def _run_forward(*arrays: jax.Array, spec: AttendSpec) -> Sequence[jax.Array]:
+    q, k, v, *given = arrays
+    return attend_forward(q, k, v, _named(given, spec.extras), spec.spec)
+
+
+def _run_backward(*arrays: jax.Array, spec: AttendSpec) -> Sequence[jax.Array]:
+    *kept, grad = arrays[:6]
+    extras = _named(arrays[6:], spec.extras)
+    dq, dk, dv, dextras = attend_backward(spec.spec, (*kept, extras), grad)
+    return dq, dk, dv, *_listed(dextras)[0]
+
+
+def _flops(shapes: Sequence[tuple[int, ...]], params: dict[str, Any], which: str) -> int:
+    del shapes
+    return params["spec"].spec.shape.flops(which)
+
+
+def _cost(
+    shapes: Sequence[tuple[int, ...]], params: dict[str, Any], machine: Machine, which: str
+) -> KernelCost:
+    del shapes
+    spec = params["spec"].spec
+    staged = which == "backward" and spec.backward == "staged"
+    return cost_attention(spec.shape, machine, "staged" if staged else which)
+
+
+def _kernel(which: str) -> Kernel:
+    return Kernel(
+        "attention", functools.partial(_flops, which=which), functools.partial(_cost, which=which)
+    )
+
+
+attend_p = define("vmac_attention", _run_forward, _kernel("forward"))
+attend_back_p = define("vmac_attention_backward", _run_backward, _kernel("backward"))

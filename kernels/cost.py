@@ -95,6 +95,19 @@ def cost_gemm(gemm: Gemm, machine: Machine, plan: TilePlan | None = None) -> Ker
     )
 
 
+def repeated(cost: KernelCost, count: int) -> KernelCost:
+    """Returns the cost of `count` equal kernels, one after the other."""
+    return dataclasses.replace(
+        cost,
+        seconds=cost.seconds * count,
+        flops=cost.flops * count,
+        compute_seconds=cost.compute_seconds * count,
+        start_seconds=cost.start_seconds * count,
+        fill_seconds=cost.fill_seconds * count,
+        transfers=tuple((kind, total * count) for kind, total in cost.transfers),
+    )
+
+
 def assumptions(machine: Machine, exponentials: bool = False) -> tuple[str, ...]:
     """Returns the assumed keys that a kernel's time depends on."""
     used = ("memories", "accelerator", "peak_flops")

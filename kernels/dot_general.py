@@ -11,6 +11,7 @@ it is wider than float16, the accumulator's float32 value is kept.
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,16 +20,18 @@ import jax
 import jax.numpy as jnp
 
 from ratrain_jax.errors import OptionError
+from ratrain_jax.kernels.cost import KernelCost, cost_gemm, repeated
 from ratrain_jax.kernels.gemm_plan import plan_for
 from ratrain_jax.kernels.machine import Machine
 from ratrain_jax.kernels.machine_file import load_machine
 from ratrain_jax.kernels.numerics import MODES, product
+from ratrain_jax.kernels.primitives import Kernel, define
 from ratrain_jax.kernels.tiles import Gemm, accelerator_of
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Arithmetic:
     """How products are planned and computed.
 
@@ -49,6 +52,11 @@ class Arithmetic:
         if mode not in MODES:
             raise OptionError(f"mode is {mode!r}; use 'exact' or 'fast'.")
         return cls(found, accumulator or accelerator_of(found).accumulator, mode)
+
+    def __repr__(self) -> str:
+        # Stands in jaxprs, and so in fingerprints: all that machine says, in a few letters.
+        digest = hashlib.sha256(repr(self.machine).encode()).hexdigest()[:8]
+        return f"<{self.machine.name}#{digest} {self.accumulator} {self.mode}>"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,17 +204,61 @@ def _matmul(a: jax.Array, b: jax.Array, spec: _Spec) -> jax.Array:
     return _compute(a, b, spec)
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProductSpec:
+    """What one product fixes before its operands.
+
+    Attributes:
+      arithmetic: How to plan and compute.
+      form: "nn", "nt" or "tn".
+      stored: Dtype in which C is stored: float16 or float32.
+    """
+
+    arithmetic: Arithmetic
+    form: str
+    stored: str
+
+
+def _gemm(left: Sequence[int], right: Sequence[int], spec: ProductSpec) -> Gemm:
+    return Gemm(
+        left[1],
+        right[2],
+        left[2],
+        form=spec.form,
+        accumulator=spec.arithmetic.accumulator,
+        out_dtype=spec.stored,
+    )
+
+
+def _product(a: jax.Array, b: jax.Array, *, spec: ProductSpec) -> tuple[jax.Array]:
+    """The planned product of float16 (batch, M, K) and (batch, K, N)."""
+    gemm = _gemm(a.shape, b.shape, spec)
+    machine = spec.arithmetic.machine
+    lanes = accelerator_of(machine).lanes(gemm.bytes)
+    return (product(a, b, gemm, plan_for(gemm, machine), spec.arithmetic.mode, lanes),)
+
+
+def _product_cost(
+    shapes: Sequence[tuple[int, ...]], params: dict[str, Any], machine: Machine
+) -> KernelCost:
+    gemm = _gemm(shapes[0], shapes[1], params["spec"])
+    return repeated(cost_gemm(gemm, machine), shapes[0][0])
+
+
+def _product_flops(shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> int:
+    return shapes[0][0] * _gemm(shapes[0], shapes[1], params["spec"]).flops
+
+
+product_p = define("vmac_product", _product, Kernel("product", _product_flops, _product_cost))
+
+
 def _compute(a: jax.Array, b: jax.Array, spec: _Spec) -> jax.Array:
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros((a.shape[0], a.shape[1], b.shape[2]), spec.out)
-    how = spec.arithmetic
     stored = "float16" if spec.out == "float16" else "float32"
-    gemm = Gemm(a.shape[1], b.shape[2], a.shape[2], "float16", spec.form, how.accumulator, stored)
-    plan = plan_for(gemm, how.machine)
-    lanes = accelerator_of(how.machine).lanes(gemm.bytes)
+    planned = ProductSpec(spec.arithmetic, spec.form, stored)
     half = jnp.float16
-    return product(a.astype(half), b.astype(half), gemm, plan, how.mode, lanes).astype(spec.out)
+    return product_p.bind(a.astype(half), b.astype(half), spec=planned)[0].astype(spec.out)
 
 
 def _forward(

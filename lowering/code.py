@@ -19,6 +19,7 @@ from ratrain_jax.lowering.graph import fingerprint
 from ratrain_jax.lowering.layers import LayeredLoss
 from ratrain_jax.lowering.program import ArrayType
 from ratrain_jax.lowering.regions import Regions
+from ratrain_jax.lowering.routing import Routing
 from ratrain_jax.lowering.shards import shard_axis
 from ratrain_jax.lowering.update import UpdatePlan
 
@@ -72,6 +73,7 @@ class StepCode:
         prologue: what the loss reads and the prologue computes: [replicated, batch leaves it reads] -> operands.
         prologue_operands: the operands that it makes.
         prologue_arguments: the step's flat inputs, leaves of the batch, that it reads.
+        routing: what a backend's kernels take; None where XLA takes all.
     """
 
     regions: Regions
@@ -89,6 +91,7 @@ class StepCode:
     prologue: jex.ClosedJaxpr
     prologue_operands: tuple[int, ...]
     prologue_arguments: tuple[int, ...]
+    routing: Routing | None = None
 
     def axis(self, shape: Sequence[int]) -> int | None:
         """The axis along which an array of a layer's state is cut over the group."""
@@ -138,6 +141,8 @@ class StepCode:
         digest.update(fingerprint(*rest).encode())
         where = (self.stage_of, self.block_of, self.data_parallel, self.microbatches, self.zero)
         digest.update(repr(where).encode())
+        if self.routing is not None:
+            digest.update(repr(self.routing.machine).encode())
         return digest.hexdigest()[:16]
 
     @property

@@ -26,6 +26,7 @@ from jax.extend import core as jex
 
 from ratrain_jax import compat
 from ratrain_jax.kernels import Machine
+from ratrain_jax.kernels.primitives import KERNELS, call_cost, call_flops
 from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
 
 
@@ -115,7 +116,10 @@ def jaxpr_cost(closed: jex.ClosedJaxpr) -> Cost:
 
 
 def equation_seconds(eqn: Eqn, cost: Cost, machine: Machine) -> float:
-    """Roofline seconds of an equation of known cost, at the rate of its own dtype."""
+    """Seconds of an equation of known cost: what its kernel's plan takes, or roofline at the rate of its own dtype."""
+    kernel = _kernel(eqn) if machine.accelerator is not None else None
+    if kernel is not None and (planned := call_cost(kernel, machine)) is not None:
+        return planned.seconds
     return machine.roofline_seconds(cost.flops, cost.bytes, _compute_dtype(eqn))
 
 
@@ -229,6 +233,16 @@ def _compute_dtype(eqn: Eqn) -> str:
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
             return dtype.name
     return "float32"
+
+
+def _kernel(eqn: Eqn) -> Eqn | None:
+    """The kernel that an equation is, or that it wraps in a custom rule."""
+    if eqn.primitive.name in KERNELS:
+        return eqn
+    if not eqn.primitive.name.startswith("custom_"):
+        return None
+    inner = (found for _, closed in compat.sub_jaxprs(eqn) for found in closed.jaxpr.eqns)
+    return next((kernel for kernel in map(_kernel, inner) if kernel is not None), None)
 
 
 def _first_dot(eqn: Eqn) -> Eqn | None:
@@ -361,6 +375,7 @@ _FLOPS: dict[str, Callable[[Eqn], int]] = {
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window
     ),
     **dict.fromkeys(_MOVES, _none),
+    **dict.fromkeys(KERNELS, call_flops),
 }
 """FLOPs of one equation, by primitive; what is not here counts one an element of its results."""
 

@@ -19,6 +19,7 @@ from ratrain_jax.lowering.precision import hoist_casts
 from ratrain_jax.lowering.program import Program, Settings
 from ratrain_jax.lowering.recovery import program_within_limit
 from ratrain_jax.lowering.regions import Regions, split_step
+from ratrain_jax.lowering.routing import route
 from ratrain_jax.lowering.stages import split_stages
 from ratrain_jax.lowering.update import UpdatePlan, split_update
 from ratrain_jax.lowering.verify import verify
@@ -46,7 +47,11 @@ class Trace:
 
 
 def lower_step(
-    trace: Trace, settings: Settings, machine: Machine, boundaries: Sequence[str] | None = None
+    trace: Trace,
+    settings: Settings,
+    machine: Machine,
+    boundaries: Sequence[str] | None = None,
+    kernels: Machine | None = None,
 ) -> tuple[StepCode, Program]:
     """Lowers a traced step.
 
@@ -55,26 +60,34 @@ def lower_step(
         settings: stages, schedule and switches.
         machine: what costs are counted for.
         boundaries: the first layer of each stage but stage 0; chosen unless given.
+        kernels: the accelerator whose kernels take the products; XLA takes all unless given.
 
     Raises:
         StepError, LayoutError, MemoryLimitError: see each pass.
         VerificationError: the program made is wrong; a fault of this package.
     """
-    code = compile_code(trace, settings, machine, boundaries)
+    code = compile_code(trace, settings, machine, boundaries, kernels)
     program = program_within_limit(code, settings, machine)
     verify(program)
     return code, program
 
 
 def compile_code(
-    trace: Trace, settings: Settings, machine: Machine, boundaries: Sequence[str] | None = None
+    trace: Trace,
+    settings: Settings,
+    machine: Machine,
+    boundaries: Sequence[str] | None = None,
+    kernels: Machine | None = None,
 ) -> StepCode:
     """All passes that come before ops and their order."""
     parts = settings.data_parallel * settings.microbatches
     regions = split_step(
         trace.whole, trace.small, states=trace.states, names=trace.names, parts=parts
     )
-    loss, view_dtypes = hoist_casts(regions.loss, len(regions.params))
+    loss, routing = regions.loss, None
+    if kernels is not None:
+        loss, routing = route(loss, len(regions.params), kernels)
+    loss, view_dtypes = hoist_casts(loss, len(regions.params))
     layered = find_layers(
         loss,
         regions.paths,
@@ -110,6 +123,7 @@ def compile_code(
         prologue=prologue,
         prologue_operands=computed,
         prologue_arguments=arguments,
+        routing=routing,
     )
 
 

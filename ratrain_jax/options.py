@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ratrain_jax.errors import OptionError
+from ratrain_jax.kernels import Machine, load_machine
 from ratrain_jax.lowering.program import Settings
 from ratrain_jax.lowering.schedules import SCHEDULES
 
+BACKENDS = ("xla", "mt3000")
 RECOVERIES = ("auto", "none", "backward", "forward")
 
 
@@ -61,6 +63,7 @@ class Options:
     batch_argnums: Sequence[int] | None = None
     devices: Sequence[Any] | None = None
     donate_state: bool = True
+    backend: str | Machine = "xla"
 
     def __post_init__(self) -> None:
         for name in ("stages", "data_parallel", "microbatches"):
@@ -70,6 +73,14 @@ class Options:
         if self.zero == 3:
             raise OptionError("zero=3 is costed by the planner but not run; use zero=1 or zero=2.")
         _one_of("zero", self.zero, (1, 2))
+        if isinstance(self.backend, Machine):
+            if self.backend.accelerator is None:
+                raise OptionError(
+                    f"backend {self.backend.name!r} describes no accelerator to run kernels on;"
+                    " give one that does, or 'xla'."
+                )
+        else:
+            _one_of("backend", self.backend, BACKENDS)
         if not isinstance(self.window, Window):
             raise OptionError(f"window must be a ratrain_jax.Window, got {self.window!r}.")
         _sequence("batch_argnums", self.batch_argnums, "argument numbers such as (1,)")
@@ -85,6 +96,12 @@ class Options:
                 _at_least("memory_limit", number, 1)
         elif limit is not None:
             _at_least("memory_limit", limit, 1)
+
+    def kernels(self) -> Machine | None:
+        """The accelerator whose kernels take the products; None where XLA takes all."""
+        if isinstance(self.backend, Machine):
+            return self.backend
+        return None if self.backend == "xla" else load_machine(self.backend)
 
     def settings(self) -> Settings:
         """The part of the options that a program depends on."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ratrain_jax.kernels import load_machine
+from ratrain_jax.kernels import Machine, load_machine
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.options import Options, Window
@@ -45,11 +45,13 @@ class TrainStep:
             StepError, BatchError, LayoutError, MemoryLimitError: what to change is in the message.
         """
         trace, signature = trace_step(self.__wrapped__, args, self.options)
+        kernels = self.options.kernels()
         code, program = lower_step(
             trace,
             self.options.settings(),
-            load_machine("generic"),
+            kernels or load_machine("generic"),
             self.options.boundaries,
+            kernels,
         )
         return Lowered(code, program, signature, self.options)
 
@@ -90,6 +92,7 @@ def train_step(
     batch_argnums: Sequence[int] | None = None,
     devices: Sequence[Any] | None = None,
     donate_state: bool = True,
+    backend: str | Machine = "xla",
 ) -> Callable[[Callable[..., Any]], TrainStep]:
     """Decorates a train step so that it runs as a pipeline over `stages * data_parallel` devices.
 
@@ -112,6 +115,8 @@ def train_step(
         batch_argnums: which arguments are cut along axis 0; all but the first unless given.
         devices: the devices, stage by stage; `jax.devices()` unless given.
         donate_state: whether arrays of a state that this step handed out are used up when they come back.
+        backend: `"xla"`, or `"mt3000"` to send matrix products and attention through that machine's float16 kernels,
+            emulated on the CPU. A `ratrain_jax.kernels.Machine` with an accelerator of its own stands for itself.
 
     Returns:
         A decorator that gives a `TrainStep`.
@@ -145,5 +150,6 @@ def train_step(
         batch_argnums=batch_argnums,
         devices=devices,
         donate_state=donate_state,
+        backend=backend,
     )
     return lambda step: TrainStep(step, options)

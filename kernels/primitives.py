@@ -1,0 +1,116 @@
+"""Kernels as single equations of a jaxpr.
+
+What a kernel computes on the CPU is a page of XLA code, of which nobody could tell any more that it was one product or
+one attention. So each kernel is a primitive: a compiler that reads the jaxpr sees one equation, its operands in float16,
+and in its parameters what was planned. It can be costed (`call_cost`), placed and kept apart from other code. XLA gets
+the emulation.
+
+Reverse-mode differentiation never meets the primitives: custom rules around them say which kernels make the gradients.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+
+from ratrain_jax.kernels.cost import KernelCost
+from ratrain_jax.kernels.machine import Machine
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """What is known of a kernel primitive.
+
+    Attributes:
+      kind: What it is called in reports, such as "product".
+      flops: Shapes of its operands, its parameters → operations that the mathematics asks for.
+      cost: Shapes of its operands, its parameters, a machine → its cost.
+    """
+
+    kind: str
+    flops: Callable[[Sequence[tuple[int, ...]], dict[str, Any]], int]
+    cost: Callable[[Sequence[tuple[int, ...]], dict[str, Any], Machine], KernelCost]
+
+
+KERNELS: dict[str, Kernel] = {}
+"""All kernel primitives, by name."""
+
+
+def define(name: str, run: Callable[..., Sequence[jax.Array]], kernel: Kernel) -> jex.Primitive:
+    """Makes a primitive that computes `run`.
+
+    Args:
+      name: The primitive's name.
+      run: Takes arrays and, by keyword, a hashable `spec`; returns a sequence of arrays.
+      kernel: What is known of it.
+
+    Returns:
+      The primitive; its results are several.
+    """
+    primitive = jex.Primitive(name)
+    primitive.multiple_results = True
+    # A jit of its own keeps equal kernels of one program one function.
+    shared = jax.jit(run, static_argnames="spec")
+
+    def types(*avals: Any, spec: Any) -> list[Any]:
+        shapes = jax.eval_shape(
+            lambda *args: list(run(*args, spec=spec)),
+            *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
+        )
+        return [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in shapes]
+
+    def batch(args: Any, dims: Any, *, spec: Any) -> tuple[Any, Any]:
+        results = jax.vmap(lambda *xs: shared(*xs, spec=spec), in_axes=tuple(dims))(*args)
+        return results, [0] * len(results)
+
+    def jvp(primals: Any, tangents: Any, *, spec: Any) -> tuple[Any, Any]:
+        dense = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
+        return jax.jvp(lambda *xs: list(run(*xs, spec=spec)), tuple(primals), dense)
+
+    primitive.def_impl(lambda *args, spec: list(shared(*args, spec=spec)))
+    primitive.def_abstract_eval(types)
+    mlir.register_lowering(
+        primitive,
+        mlir.lower_fun(lambda *args, spec: list(shared(*args, spec=spec)), multiple_results=True),
+    )
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    KERNELS[name] = kernel
+    return primitive
+
+
+def call_cost(eqn: Any, machine: Machine) -> KernelCost | None:
+    """What an equation costs if it is a kernel.
+
+    Args:
+      eqn: Any equation of a jaxpr.
+      machine: A machine with an accelerator.
+
+    Returns:
+      The cost, or None if the equation is no kernel.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from ratrain_jax.kernels import load_machine
+      >>> from ratrain_jax.kernels.dot_general import Arithmetic, product_p, ProductSpec
+      >>> spec = ProductSpec(Arithmetic.of("mt3000", "fp32", "fast"), "nn", "float16")
+      >>> x = jnp.ones((1, 64, 64), jnp.float16)
+      >>> jaxpr = jax.make_jaxpr(lambda a, b: product_p.bind(a, b, spec=spec))(x, x)
+      >>> call_cost(jaxpr.eqns[0], load_machine("mt3000")).flops
+      524288
+    """
+    kernel = KERNELS.get(eqn.primitive.name)
+    return None if kernel is None else kernel.cost(_shapes(eqn), eqn.params, machine)
+
+
+def call_flops(eqn: Any) -> int:
+    """Operations that the mathematics of a kernel's equation asks for."""
+    return KERNELS[eqn.primitive.name].flops(_shapes(eqn), eqn.params)
+
+
+def _shapes(eqn: Any) -> list[tuple[int, ...]]:
+    return [tuple(atom.aval.shape) for atom in eqn.invars]
