@@ -103,7 +103,9 @@ def _trace(layer: Layer, variables: Sequence[LossVariable]) -> tuple[Graph, Grap
 
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaf_shapes]
     pulled = jax.make_jaxpr(backward)(leaves, cotangents)
-    return absorb_transposes(inline(made)), absorb_transposes(inline(pulled))
+    # Rules have done their part: what they are for is open to whatever comes next.
+    first, second = (inline(traced, rules=True) for traced in (made, pulled))
+    return absorb_transposes(first), absorb_transposes(second)
 
 
 def _link(layer: Layer, forward: Graph, backward: Graph) -> LayerCode:

@@ -20,6 +20,13 @@ Var = Any  # jex.Var, whose aval JAX types too loosely for a type checker
 Atom = Any  # Var or jex.Literal
 Eqn = Any  # jex.JaxprEqn
 
+CUSTOM_CALLS: dict[str, str] = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+"""Calls with differentiation rules, and the parameter that holds the code."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Graph:
@@ -45,8 +52,14 @@ def is_var(atom: Atom) -> bool:
     return not isinstance(atom, jex.Literal)
 
 
-def inline(closed: jex.ClosedJaxpr) -> Graph:
-    """Flattens a jaxpr: plain calls and `jax.checkpoint` regions are opened, with fresh variables."""
+def inline(closed: jex.ClosedJaxpr, *, rules: bool = False) -> Graph:
+    """Flattens a jaxpr: plain calls and `jax.checkpoint` regions are opened, with fresh variables.
+
+    Args:
+        closed: the jaxpr.
+        rules: whether to drop custom differentiation rules too, and open what they are for: of code that is
+            differentiated already.
+    """
     eqns: list[Eqn] = []
     consts: dict[Var, Any] = {}
     checkpointed: set[Var] = set()
@@ -64,6 +77,8 @@ def inline(closed: jex.ClosedJaxpr) -> Graph:
         for eqn in jaxpr.eqns:
             inputs = [read(atom) for atom in eqn.invars]
             called = compat.called_jaxpr(eqn)
+            if rules and eqn.primitive.name in CUSTOM_CALLS:
+                called = compat.as_closed(eqn.params[CUSTOM_CALLS[eqn.primitive.name]])
             if called is not None:
                 below = under_checkpoint or eqn.primitive.name in compat.CHECKPOINT_PRIMITIVES
                 env.update(zip(eqn.outvars, visit(called, inputs, below), strict=True))

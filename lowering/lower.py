@@ -14,6 +14,7 @@ from ratrain_jax.lowering.autodiff import differentiate
 from ratrain_jax.lowering.blocks import group_blocks
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.graph import cut, needed
+from ratrain_jax.lowering.half_residuals import narrow_residuals
 from ratrain_jax.lowering.layers import find_layers
 from ratrain_jax.lowering.precision import hoist_casts
 from ratrain_jax.lowering.program import Program, Settings
@@ -97,6 +98,8 @@ def compile_code(
     )
     stage_of = split_stages(layered, settings.stages, machine=machine, boundaries=boundaries)
     codes = tuple(differentiate(layer, layered.variables) for layer in layered.layers)
+    if kernels is not None:
+        codes = tuple(map(narrow_residuals, codes))
     owners = {p: n for n, layer in enumerate(layered.layers) for p in layer.owned}
     update = split_update(
         regions,

@@ -19,14 +19,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from ratrain_jax import compat
-from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
-
-CUSTOM_CALLS: dict[str, str] = {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
-"""Calls with differentiation rules, and the parameter that holds the code."""
+from ratrain_jax.lowering.graph import CUSTOM_CALLS, Atom, Eqn, Var, is_var
 
 HEAVY = frozenset(
     {"scan", "while", "dot_general", "conv_general_dilated", "sort", "fft", "top_k"}
