@@ -140,7 +140,7 @@ class StepCode:
         rest += [self.update.replicated_program, self.update.metrics, self.prologue]
         digest.update(fingerprint(*rest).encode())
         where = (self.stage_of, self.block_of, self.data_parallel, self.microbatches, self.zero)
-        digest.update(repr(where).encode())
+        digest.update(repr((where, self.regions.reduction, self.regions.joins)).encode())
         if self.routing is not None:
             digest.update(repr(self.routing.machine).encode())
         return digest.hexdigest()[:16]

@@ -101,6 +101,7 @@ def compile_code(
     if kernels is not None:
         codes = tuple(map(narrow_residuals, codes))
     owners = {p: n for n, layer in enumerate(layered.layers) for p in layer.owned}
+    layer_names = [layer.name for layer in layered.layers]
     update = split_update(
         regions,
         owner=[owners[p] for p in range(len(regions.params))],
@@ -108,8 +109,9 @@ def compile_code(
         state_out=trace.state_out,
         metrics_out=trace.metrics_out,
         names=trace.names,
+        layer_names=layer_names,
     )
-    prologue, computed, arguments = _prologue(regions, update, trace.names)
+    prologue, computed, arguments = _prologue(regions, update, trace.names, layer_names)
     return StepCode(
         regions=regions,
         layered=layered,
@@ -131,7 +133,7 @@ def compile_code(
 
 
 def _prologue(
-    regions: Regions, update: UpdatePlan, names: Sequence[str]
+    regions: Regions, update: UpdatePlan, names: Sequence[str], layer_names: Sequence[str]
 ) -> tuple[jex.ClosedJaxpr, tuple[int, ...], tuple[int, ...]]:
     """What computes the operands that are no plain leaf of the batch: its code, what it makes, the leaves it reads."""
     computed = tuple(i for i, operand in enumerate(regions.operands) if operand.argument is None)
@@ -141,12 +143,30 @@ def _prologue(
     number: dict[Any, int] = {var: i for i, var in enumerate(step.invars)}
     read = sorted(number[var] for var in free if var in number)
     arguments = tuple(i for i in read if i >= regions.states)
-    replicated = set(update.replicated)
-    for leaf in read:
-        if leaf < regions.states and leaf not in replicated:
-            raise UnsupportedError(
-                f"the loss reads {names[leaf]} beside being differentiated by it, or what is made from it"
-                " before the loss. Pass it to the loss through the differentiated argument only."
-            )
+    _check_read_state(read, regions, update, names, layer_names)
     invars = [step.invars[i] for i in (*update.replicated, *arguments)]
     return cut(step, invars, wanted), computed, arguments
+
+
+def _check_read_state(
+    read: Sequence[int],
+    regions: Regions,
+    update: UpdatePlan,
+    names: Sequence[str],
+    layer_names: Sequence[str],
+) -> None:
+    """Refuses state that the loss reads beside its parameters and that belongs to a layer."""
+    for number, layer in enumerate(update.layers):
+        for leaf in (*layer.parameters, *layer.optimizer):
+            if leaf not in read:
+                continue
+            where = f"the loss reads {names[leaf]}, or what the step makes from it before the loss."
+            if leaf in layer.parameters:
+                raise UnsupportedError(
+                    f"{where} It is also differentiated by it: read it through the differentiated argument only."
+                )
+            raise UnsupportedError(
+                f"{where} It is not differentiated by it, but its new value is made from arrays of the layer"
+                f" `{layer_names[number]}`, so it lives with that layer. Keep what follows the parameters (a target"
+                " network) out of the loss, or compute what the loss needs of it in a step of its own."
+            )

@@ -17,7 +17,7 @@ What each op reads and writes, in this order (the calling convention of its code
     Prologue            its inputs -> operands on stage 0
     Forward, Recover    views of the layers whose parameters the unit reads (owned or borrowed, ascending), operands
                         (ascending), boundary inputs (ascending) -> boundary outputs that a later unit reads, loss and aux
-                        scalars (ascending by variable), residuals of each layer of the unit. A recovered unit's Forward
+                        values (ascending by variable), residuals of each layer of the unit. A recovered unit's Forward
                         has its residuals freed at once; a Recover has the outputs freed that no next Recover reads.
     Backward            views, operands and boundary inputs that its layers' backward needs; residuals of each layer;
                         cotangents from later units of its outputs *and of its inputs* (ascending by variable);
@@ -68,7 +68,7 @@ class Kind(enum.StrEnum):
     GRADIENT = "gradient"  # shards of the gradient
     PARTIALS = "partials"  # scalars of one layer that a global reduction reads
     SCALARS = "scalars"  # what a global reduction gives
-    LOSS = "loss"  # the loss and auxiliary scalars, summed over microbatches
+    LOSS = "loss"  # the loss and auxiliary values of one microbatch
     METRICS = "metrics"  # what the step returns beside the state
 
 
@@ -417,7 +417,7 @@ class Reduction:
     Attributes:
         phase: its number, from 1.
         layers: layers that give partial scalars.
-        loss: whether it reads the loss and auxiliary scalars of all microbatches.
+        loss: whether it reads the loss and auxiliary values of all microbatches.
         stages: stages that receive its scalars.
     """
 

@@ -20,6 +20,8 @@ from jax.interpreters import ad, batching, mlir
 from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, StepError, UnsupportedError
 from ratrain_jax.lowering.graph import Graph, Var, as_function, inline, is_var, needed
+from ratrain_jax.lowering.keys import fold_keys, refuse_folding, warn_of_shared_keys
+from ratrain_jax.lowering.results import ratio, take_results
 
 Paths = tuple[tuple[str, ...], ...]
 
@@ -27,20 +29,28 @@ loss_region_p = jex.Primitive("ratrain_value_and_grad")
 loss_region_p.multiple_results = True
 
 
-def _evaluate(*args: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Paths) -> list[Any]:
+def _evaluate(
+    *args: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Paths, reduction: str
+) -> list[Any]:
     def call(params: Sequence[Any]) -> tuple[Any, list[Any]]:
         full = list(args)
         for index, param in zip(diff, params, strict=True):
             full[index] = param
         value, *aux = as_function(loss)(*full)
+        if reduction == "weighted":
+            weight, *aux = aux
+            value = ratio(value, weight)
         return value, aux
 
     (value, aux), grads = jax.value_and_grad(call, has_aux=True)([args[i] for i in diff])
     return [value, *aux, *grads]
 
 
-def _types(*avals: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Paths) -> list[Any]:
-    return [*loss.out_avals, *(avals[i] for i in diff)]
+def _types(
+    *avals: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Paths, reduction: str
+) -> list[Any]:
+    value, *aux = loss.out_avals
+    return [value, *aux[reduction == "weighted" :], *(avals[i] for i in diff)]
 
 
 refused_loss_p = jex.Primitive("ratrain_refused_loss")
@@ -118,8 +128,10 @@ class Regions:
         paths: the path of each parameter in what the loss is differentiated by.
         operands: what the loss reads beside.
         sources: the step's variable behind each operand.
-        results: the step's variables that take the loss and the auxiliary values.
+        results: the step's variables that take the loss (or its sum and its weight) and the auxiliary values.
         grads: the step's variables that take the gradients, one a parameter.
+        reduction: what the loss is over its examples (see `ratrain_jax.lowering.results`).
+        joins: how each of `results` is joined over ranks and microbatches.
         rest: the equations of the update.
     """
 
@@ -132,6 +144,8 @@ class Regions:
     sources: tuple[Any, ...]
     results: tuple[Var, ...]
     grads: tuple[Var, ...]
+    reduction: str
+    joins: tuple[str, ...]
     rest: tuple[Any, ...]
 
 
@@ -147,7 +161,7 @@ def find_loss(graph: Graph) -> Any:
     Raises:
         StepError: there is none, or more than one.
         UnsupportedError: it stands inside a loop, a branch or a mapped function, is differentiated again, has a
-            side effect, or returns an auxiliary array.
+            side effect, or its weight depends on the parameters.
     """
     found = [eqn for eqn in graph.eqns if eqn.primitive is loss_region_p]
     for eqn in graph.eqns:
@@ -161,14 +175,7 @@ def find_loss(graph: Graph) -> Any:
     if len(found) > 1:
         remedy = "Join the losses into one function and differentiate their sum."
         raise StepError(_HOW_MANY.format(count=f"calls it {len(found)} times", remedy=remedy))
-    region = found[0]
-    for var in region.outvars[1 : len(region.outvars) - len(region.params["diff"])]:
-        if var.aval.shape:
-            raise UnsupportedError(
-                f"the loss returns an auxiliary value of shape {var.aval.shape}; return scalars only,"
-                " such as its mean."
-            )
-    return region
+    return found[0]
 
 
 def _hides_loss(eqn: Any) -> bool:
@@ -200,10 +207,13 @@ def split_step(
 
     Raises:
         StepError: no loss region, or several.
-        UnsupportedError: a value that scales with the batch in a way that is not taken.
+        UnsupportedError: a value that scales with the batch, or a random key, in a way that is not taken.
     """
     step, micro = inline(whole), inline(small)
-    region, small_region = find_loss(step), find_loss(micro)
+    refuse_folding(step, "before the loss")
+    small_region = find_loss(micro)
+    taken = take_results(step, find_loss(step), small_region, parts)
+    step, region = taken.step, taken.region
     diff = region.params["diff"]
     loss = inline(small_region.params["loss"])
     inputs = range(len(region.invars))
@@ -214,7 +224,14 @@ def split_step(
     )
     # The order of the loss's own inputs follows: parameters first.
     loss = dataclasses.replace(loss, invars=tuple(loss.invars[i] for i in [*diff, *chosen]))
-    results = len(region.outvars) - len(diff)
+    sources = [region.invars[i] for i in chosen]
+    loss, numbered = fold_keys(loss, parts)
+    if numbered is not None:
+        step = dataclasses.replace(step, eqns=(numbered, *step.eqns))
+        sources += numbered.outvars
+        operands += (Operand("microbatch numbers", True, None, numbered.outvars[0].aval),)
+    split = [i for i, operand in enumerate(operands, len(diff)) if operand.split]
+    warn_of_shared_keys(loss, [loss.invars[i] for i in split], parts)
     made = {var for eqn in _prologue_eqns(step, region) for var in eqn.outvars}
     rest = tuple(eqn for eqn in step.eqns if eqn is not region and not made.issuperset(eqn.outvars))
     return Regions(
@@ -224,9 +241,11 @@ def split_step(
         params=tuple(region.invars[i] for i in diff),
         paths=region.params["paths"],
         operands=operands,
-        sources=tuple(region.invars[i] for i in chosen),
-        results=tuple(region.outvars[:results]),
-        grads=tuple(region.outvars[results:]),
+        sources=tuple(sources),
+        results=taken.results,
+        grads=taken.grads,
+        reduction=region.params["reduction"],
+        joins=taken.joins,
         rest=rest,
     )
 

@@ -155,11 +155,12 @@ def _layer_backward(
 
 
 def _cotangent(code: StepCode, v: int, flowing: dict[int, Any]) -> Any:
-    """What comes back for a variable: its readers' sum, and for the loss one share of the mean over all microbatches."""
+    """What comes back for a variable: its readers' sum, and for the loss its share of the mean, or of the sum."""
     variable = code.layered.variables[v]
     aval = variable.aval
     if variable.role == "loss":
-        share = jnp.full(aval.shape, 1.0 / (code.data_parallel * code.microbatches), aval.dtype)
+        parts = code.data_parallel * code.microbatches if code.regions.reduction == "mean" else 1
+        share = jnp.full(aval.shape, 1.0 / parts, aval.dtype)
         return share + flowing[v] if v in flowing else share
     return flowing[v] if v in flowing else jnp.zeros(aval.shape, aval.dtype)
 

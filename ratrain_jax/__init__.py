@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ratrain_jax import errors as errors
     from ratrain_jax.losses import grad as grad
     from ratrain_jax.losses import value_and_grad as value_and_grad
+    from ratrain_jax.lowering.keys import microbatch_key as microbatch_key
     from ratrain_jax.lowering.marks import layer as layer
     from ratrain_jax.options import Window as Window
     from ratrain_jax.train import train_step as train_step
@@ -25,6 +26,7 @@ _HOMES = {
     "errors": "ratrain_jax.errors",
     "grad": "ratrain_jax.losses",
     "layer": "ratrain_jax.lowering.marks",
+    "microbatch_key": "ratrain_jax.lowering.keys",
     "train_step": "ratrain_jax.train",
     "value_and_grad": "ratrain_jax.losses",
 }

@@ -1,4 +1,4 @@
-"""The one hierarchy of errors that a user of RATrain can meet.
+"""The one hierarchy of errors that a user of RATrain can meet, and the one of warnings.
 
 Every message says what is wrong, where, and what to do about it. This module imports nothing of the
 project, so that every folder may raise from it.
@@ -55,3 +55,11 @@ class ProgramFormatError(ProgramError):
 
 class MachineError(RATrainError, ValueError):
     """A machine description, or a tile plan for one, is malformed or does not fit."""
+
+
+class RATrainWarning(UserWarning):
+    """Base of all warnings given by this package."""
+
+
+class RandomKeyWarning(RATrainWarning):
+    """A random key gives every rank and microbatch the same numbers."""

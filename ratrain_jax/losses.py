@@ -7,35 +7,57 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ratrain_jax import compat
-from ratrain_jax.errors import LossError
+from ratrain_jax.errors import LossError, OptionError
 from ratrain_jax.lowering.graph import inline
 from ratrain_jax.lowering.regions import loss_region_p, refused_loss_p
+from ratrain_jax.lowering.results import REDUCTIONS, ratio, weight_moves
 
-_WITHOUT_EFFECT = "Remove it, or return the value as a scalar with has_aux=True."
+_WITHOUT_EFFECT = "Remove it, or return the value with has_aux=True."
+_WEIGHT_MOVES = (
+    "the weight that the loss returns depends on what the loss is differentiated by. Compute it from the batch"
+    " alone, or pass it through jax.lax.stop_gradient."
+)
 
 
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    *,
+    reduction: str = "mean",
 ) -> Callable[..., Any]:
     """A drop-in for `jax.value_and_grad`; the one line to change in a train step.
 
-    In a step decorated with `train_step` the loss is captured whole and runs as a pipeline. Anywhere else it
-    is `jax.value_and_grad`. In a compiled step the loss is taken to be a mean over the batch's examples.
+    In a step decorated with `train_step` the loss is captured whole and runs as a pipeline, for one microbatch of
+    each data-parallel rank at a time. Anywhere else it is `jax.value_and_grad`.
+
+    How the parts are put together again is said by `reduction`, for the loss and its gradients:
+
+    - `"mean"`: the loss is a mean over examples, all of the same weight; the parts are averaged.
+    - `"sum"`: it is a sum over examples; the parts are added.
+    - `"weighted"`: `fun` returns `(sum, weight)` in place of a scalar, and the loss is all sums over all weights: right
+      for a mean over tokens of which some are masked, a different number in each part. The weight must not depend on the
+      parameters. Anywhere else the loss is `sum / weight`. No update can begin before all weights are known.
+
+    Auxiliary values may be any tree of arrays. If axis 0 grows with the batch, the parts are put one behind another
+    in the order of the batch; other floats (a mean, batch statistics) are averaged, integers (counts) added. Typed random
+    keys are those of the first part.
 
     Args:
         fun: the loss; returns a scalar, or `(scalar, aux)` with `has_aux`.
         argnums: the argument, or arguments, to differentiate by.
         has_aux: whether `fun` returns auxiliary values too.
+        reduction: `"mean"`, `"sum"` or `"weighted"`.
 
     Returns:
         A function with the arguments of `fun` that returns `(value, gradients)`.
 
     Raises:
-        LossError: the loss is no real scalar; a `TypeError`, like JAX's.
+        OptionError: an unknown reduction.
+        LossError: the loss, or its weight, is no real scalar; a `TypeError`, like JAX's.
         TypeError: as `jax.value_and_grad` does: an argument is not differentiable.
 
     Example:
@@ -43,8 +65,20 @@ def value_and_grad(
         >>> value, grad = rt.value_and_grad(lambda x: x * x)(3.0)
         >>> float(value), float(grad)
         (9.0, 6.0)
+        >>> def masked(w, x, mask):
+        ...     return (w * x * mask).sum(), mask.sum()
+        >>> import jax.numpy as jnp
+        >>> both = rt.value_and_grad(masked, reduction="weighted")
+        >>> value, grad = both(2.0, jnp.array([1.0, 3.0, 5.0]), jnp.array([1, 1, 0]))
+        >>> float(value), float(grad)
+        (4.0, 2.0)
     """
-    plain = jax.value_and_grad(_checked(fun, has_aux), argnums=argnums, has_aux=has_aux)
+    if reduction not in REDUCTIONS:
+        choices = ", ".join(map(repr, REDUCTIONS))
+        raise OptionError(f"reduction={reduction!r} is not known; choose one of {choices}.")
+    weighted = reduction == "weighted"
+    plain_loss = _divided(fun, has_aux) if weighted else fun
+    plain = jax.value_and_grad(_checked(plain_loss, has_aux), argnums=argnums, has_aux=has_aux)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -61,14 +95,18 @@ def value_and_grad(
             out = fun(*_with(args, numbers, tree.unflatten(flat)), **kwargs)
             return out if has_aux else (out, ())
 
+        def refused(how: str) -> Any:
+            """As outside a step; a step that holds it is told why it cannot be captured."""
+            marked = tree.unflatten(refused_loss_p.bind(*leaves, how=how))
+            return plain(*_with(args, numbers, marked), **kwargs)
+
         closed, shape = jax.make_jaxpr(flat_loss, return_shape=True)(*leaves)
         if closed.effects:
             names = [f"`{eqn.primitive.name}`" for eqn in inline(closed).eqns if eqn.effects]
-            how = (
-                f"the loss has a side effect: {', '.join(dict.fromkeys(names))}. {_WITHOUT_EFFECT}"
-            )
-            marked = tree.unflatten(refused_loss_p.bind(*leaves, how=how))
-            return plain(*_with(args, numbers, marked), **kwargs)
+            listed = ", ".join(dict.fromkeys(names))
+            return refused(f"the loss has a side effect: {listed}. {_WITHOUT_EFFECT}")
+        if weighted and weight_moves(closed, range(len(leaves))):
+            return refused(_WEIGHT_MOVES)
         aux_tree = jax.tree.structure(shape[1])
         hoisted = compat.closed(
             [*closed.jaxpr.constvars, *closed.jaxpr.invars], closed.jaxpr.outvars, closed.jaxpr.eqns
@@ -80,6 +118,7 @@ def value_and_grad(
             loss=hoisted,
             paths=_paths(wanted[0] if isinstance(argnums, int) else wanted),
             diff=tuple(range(count, count + len(leaves))),
+            reduction=reduction,
         )
         value, aux = results[0], aux_tree.unflatten(results[1 : 1 + aux_tree.num_leaves])
         grads = jax.tree.structure(grads_shape).unflatten(results[1 + aux_tree.num_leaves :])
@@ -92,6 +131,8 @@ def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    *,
+    reduction: str = "mean",
 ) -> Callable[..., Any]:
     """A drop-in for `jax.grad`, as `value_and_grad` is one for `jax.value_and_grad`.
 
@@ -99,6 +140,7 @@ def grad(
         fun: the loss.
         argnums: the argument, or arguments, to differentiate by.
         has_aux: whether `fun` returns auxiliary values too.
+        reduction: as for `value_and_grad`.
 
     Returns:
         A function that returns the gradients, or `(gradients, aux)`.
@@ -108,7 +150,7 @@ def grad(
         >>> float(rt.grad(lambda x: x * x)(3.0))
         6.0
     """
-    both = value_and_grad(fun, argnums, has_aux)
+    both = value_and_grad(fun, argnums, has_aux, reduction=reduction)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
@@ -138,6 +180,36 @@ def _checked(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         return out
 
     return checked
+
+
+def _divided(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """A weighted loss as one scalar: its sum over its weight."""
+
+    @functools.wraps(fun)
+    def divided(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        pair = out[0] if has_aux and isinstance(out, tuple) and len(out) == 2 else out
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            form = "((sum, weight), aux)" if has_aux else "(sum, weight)"
+            raise LossError(
+                f'with reduction="weighted" the loss must return {form}, but it returned'
+                f" {jax.tree.structure(out)}."
+            )
+        total, weight = map(jnp.asarray, pair)
+        if weight.shape or not jnp.issubdtype(weight.dtype, jnp.number) or _complex(weight):
+            raise LossError(
+                f"the weight of the loss is {jax.typeof(weight).str_short()}, but it must be a real scalar:"
+                " the sum of the weights of the examples."
+            )
+        real = not total.shape and jnp.issubdtype(total.dtype, jnp.floating)
+        value = ratio(total, weight) if real else total  # which is refused as any other loss is
+        return (value, out[1]) if has_aux else value
+
+    return divided
+
+
+def _complex(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.complexfloating)
 
 
 def _with(args: Sequence[Any], numbers: Sequence[int], chosen: Sequence[Any]) -> list[Any]:

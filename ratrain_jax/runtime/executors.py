@@ -8,10 +8,8 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ratrain_jax.errors import UnsupportedError
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.graph import as_function
 from ratrain_jax.lowering.program import (
@@ -33,8 +31,9 @@ from ratrain_jax.lowering.program import (
     ZeroGradient,
 )
 from ratrain_jax.runtime.executables import Library, chained
-from ratrain_jax.runtime.groups import AXIS, Group
+from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.instructions import Bundle, Execute
+from ratrain_jax.runtime.joins import join
 from ratrain_jax.runtime.recipes import Recipe, Recipes, combine
 from ratrain_jax.runtime.turns import in_turn
 
@@ -227,13 +226,14 @@ class _Reduction:
         ]
         how = [h for n in layers for h in recipes.shard_program(n, self.op.phase - 1).combine]
         devices, count, m = self.code.data_parallel, len(layers), self.code.microbatches
-        self._check_aux(losses)
+        results = [self._result(v) for v in losses]
 
         def function(*bundles: Bundle) -> Bundle:
             partials = [array for bundle in bundles[:count] for array in bundle]
             out = combine(partials, how, devices)
-            for start in range(count, len(bundles), m):
-                out.append(_mean([b[0] for b in bundles[start : start + m]], devices))
+            for start, (kind, aval) in zip(range(count, len(bundles), m), results, strict=True):
+                each = [bundle[0] for bundle in bundles[start : start + m]]
+                out.append(join(each, kind, aval.dtype, devices))
             return tuple(out)
 
         types = tuple(recipes.bundle(self.op.reads[i]) for i in given)
@@ -247,13 +247,10 @@ class _Reduction:
         v = self.executors.program.values[value]
         return v.kind == "partials" and v.layer in layers
 
-    def _check_aux(self, losses: Sequence[int]) -> None:
-        for v in losses:
-            shape = self.code.layered.variables[v].aval.shape
-            if shape:
-                raise UnsupportedError(
-                    f"the loss returns an auxiliary value of shape {shape}; return scalars only."
-                )
+    def _result(self, variable: int) -> tuple[str, Any]:
+        """How a result of the loss is joined, and its type in the step."""
+        regions, place = self.code.regions, self.code.loss_variables.index(variable)
+        return regions.joins[place], regions.results[place].aval
 
     def _evaluate(self, stage: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
         """The user's own equations on one stage, and which reads of the op they take."""
@@ -313,20 +310,12 @@ class _Reduction:
             if value.kind != "partials" and value.name in seen:
                 continue
             seen.add(value.name)
-            types.extend(recipes.bundle(reads[place]))
+            if value.kind == "partials":
+                types.extend(recipes.bundle(reads[place]))
+            else:
+                aval = self._result(int(value.name[1:]))[1]
+                types.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return tuple(types)
-
-
-def _mean(values: Sequence[Any], devices: int) -> Any:
-    """The mean over microbatches and ranks; integers are added."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    if devices > 1:
-        total = jax.lax.psum(total, AXIS)
-    if not jnp.issubdtype(total.dtype, jnp.inexact):
-        return total
-    return total / (len(values) * devices)
 
 
 _MAKERS: dict[type[Op], Callable[[Executors, Any], Execute]] = {

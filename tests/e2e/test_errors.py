@@ -108,17 +108,88 @@ def test_a_loss_that_computes_nothing():
     refused(StepError, step_of(lambda params, _, batch: jnp.float32(1)), words=("loss", "depend"))
 
 
-def test_an_auxiliary_array():
-    def aux(state, batch):
+def with_aux(make):
+    """A step whose loss returns beside it what `make(params, batch)` gives."""
+
+    def step(state, batch):
         def loss(params):
-            return loss_of(params, batch), batch["x"] @ params["first"]
+            return loss_of(params, batch), make(params, batch)
 
         grads, made = rt.grad(loss, has_aux=True)(state)
         return descend(state, grads), made
 
+    return step
+
+
+def test_an_auxiliary_array_with_the_batch_on_another_axis():
+    words = ("auxiliary", f"(8, {ROWS})", f"(8, {ROWS // 2})", "axis to the front")
+    step = with_aux(lambda params, batch: (batch["x"] @ params["first"]).T)
+    refused(UnsupportedError, step, words=words, microbatches=2)
+
+
+def test_an_auxiliary_array_with_the_batch_on_two_axes():
+    words = ("auxiliary", f"({ROWS}, {ROWS})", f"({ROWS // 2}, {ROWS // 2})", "axis to the front")
+    step = with_aux(lambda params, batch: batch["x"] @ batch["x"].T)
+    refused(UnsupportedError, step, words=words, microbatches=2)
+
+
+def test_an_auxiliary_truth_value():
+    step = with_aux(lambda params, batch: {"ok": jnp.isfinite(batch["x"]).all()})
+    refused(UnsupportedError, step, words=("truth value", "integer", "float"), data_parallel=2)
+
+
+def test_a_weight_that_depends_on_the_parameters():
+    def weighted(state, batch):
+        def loss(params):
+            scores = jax.nn.softmax(batch["x"] @ params["first"])
+            return loss_of(params, batch) * scores.sum(), (scores * batch["x"][:, :1]).sum()
+
+        return descend(state, rt.grad(loss, reduction="weighted")(state))
+
     for microbatches in (1, 2):
-        words = ("auxiliary", f"({ROWS}, 8)", "scalar")
-        refused(UnsupportedError, aux, words=words, microbatches=microbatches)
+        words = ("weight", "depends", "from the batch alone", "stop_gradient")
+        refused(UnsupportedError, weighted, words=words, microbatches=microbatches)
+
+
+def key_before_the_loss(state, batch):
+    key = rt.microbatch_key(jax.random.key(0))
+    noise = jax.random.normal(key, (4,))
+    return descend(state, rt.grad(lambda p: loss_of(p, {**batch, "x": batch["x"] + noise}))(state))
+
+
+def key_in_a_loop(state, batch):
+    def loss(params):
+        def body(x, key):
+            return x + jax.random.normal(rt.microbatch_key(key), x.shape), None
+
+        x, _ = jax.lax.scan(body, batch["x"], jax.random.split(jax.random.key(0), 3))
+        return loss_of(params, {**batch, "x": x})
+
+    return descend(state, rt.grad(loss)(state))
+
+
+@pytest.mark.parametrize(
+    ("step", "where"), [(key_before_the_loss, "before the loss"), (key_in_a_loop, "loop")]
+)
+def test_a_microbatch_key_where_no_microbatch_is_at_hand(step, where):
+    words = ("microbatch_key", where, "test_errors.py:", "as it enters the loss")
+    refused(UnsupportedError, step, words=words, microbatches=2)
+
+
+def test_a_target_network():
+    """A leaf that follows a parameter lives in that parameter's layer, where the loss cannot read it."""
+
+    def step(state, batch):
+        def loss(params):
+            goal = jax.lax.stop_gradient(loss_of(state["target"], batch))
+            return (loss_of(params, batch) - goal) ** 2
+
+        params = descend(state["params"], rt.grad(loss)(state["params"]))
+        target = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, state["target"], params)
+        return {"params": params, "target": target}
+
+    words = ("state['target']['first']", "layer `first`", "differentiated")
+    refused(UnsupportedError, step, {"params": STATE, "target": STATE}, BATCH, words=words)
 
 
 def in_scan(state, batch):
