@@ -36,13 +36,13 @@ $(VENV)/.installed: pyproject.toml requirements/py311.txt requirements/py312.txt
 demo: $(VENV)/.installed
 	$(in_venv) examples/demo.py
 
-# Two processes: the quick tests and the examples in docstrings must pass before anything trains.
+# Two runs: the quick tests and the examples in docstrings must pass before anything trains.
 test: $(VENV)/.installed
-	$(in_venv) -m pytest -m "not slow" tests/unit ratrain_jax
-	$(in_venv) -m pytest -m "not slow" tests/e2e
+	$(in_venv) -m pytest -n auto -m "not slow" tests/unit ratrain_jax
+	$(in_venv) -m pytest -n auto -m "not slow" tests/e2e
 
 test-slow: $(VENV)/.installed
-	$(in_venv) -m pytest -m slow
+	$(in_venv) -m pytest -n auto -m slow
 
 # Both ends of the supported range, each where this machine has the interpreter.
 test-all:
