@@ -21,6 +21,7 @@ from ratrain_jax.lowering.program import ArrayType
 from ratrain_jax.lowering.regions import Regions
 from ratrain_jax.lowering.routing import Routing
 from ratrain_jax.lowering.shards import shard_axis
+from ratrain_jax.lowering.stacks import StackMap
 from ratrain_jax.lowering.update import UpdatePlan
 
 Range = tuple[int, int]
@@ -74,6 +75,7 @@ class StepCode:
         prologue_operands: the operands that it makes.
         prologue_arguments: the step's flat inputs, leaves of the batch, that it reads.
         routing: what a backend's kernels take; None where XLA takes all.
+        stacks: what became of the leaves of the user's step; None where each is still one.
     """
 
     regions: Regions
@@ -92,6 +94,7 @@ class StepCode:
     prologue_operands: tuple[int, ...]
     prologue_arguments: tuple[int, ...]
     routing: Routing | None = None
+    stacks: StackMap | None = None
 
     def axis(self, shape: Sequence[int]) -> int | None:
         """The axis along which an array of a layer's state is cut over the group."""

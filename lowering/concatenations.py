@@ -21,13 +21,14 @@ from ratrain_jax.lowering.shard_rules import ELEMENTWISE, REDUCTIONS
 JOINS = frozenset({"concatenate", "stack"})
 """Primitives that join arrays along an axis."""
 
-_FOLDS: dict[str, Callable[[Any, Any], Any]] = {
+FOLDS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lax.add,
     "max": lax.max,
     "min": lax.min,
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,
 }
+"""What joins two results of a reduction."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class _Apart:
         parts = [self.one(eqn, taken) for taken in zip(*operands, strict=True)]
         total = parts[0]
         for part in parts[1:]:
-            total = self.make(_FOLDS[combine], total, part)
+            total = self.make(FOLDS[combine], total, part)
         return total
 
     def pieces_of(self, atom: Atom, like: Joined) -> Sequence[Atom]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,30 +20,11 @@ from ratrain_jax.lowering.program import Program, Settings
 from ratrain_jax.lowering.recovery import program_within_limit
 from ratrain_jax.lowering.regions import Regions, split_step
 from ratrain_jax.lowering.routing import route
+from ratrain_jax.lowering.stacks import open_stacks
 from ratrain_jax.lowering.stages import split_stages
+from ratrain_jax.lowering.trace import Trace as Trace
 from ratrain_jax.lowering.update import UpdatePlan, split_update
 from ratrain_jax.lowering.verify import verify
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Trace:
-    """A step, traced.
-
-    Attributes:
-        whole: with the global batch.
-        small: with one rank's microbatch.
-        names: the path of each flat input.
-        states: how many of the inputs are leaves of the state.
-        state_out: the flat output that is each state leaf's new value, or None.
-        metrics_out: the other outputs.
-    """
-
-    whole: jex.ClosedJaxpr
-    small: jex.ClosedJaxpr
-    names: tuple[str, ...]
-    states: int
-    state_out: tuple[int | None, ...]
-    metrics_out: tuple[int, ...]
 
 
 def lower_step(
@@ -81,6 +61,7 @@ def compile_code(
     kernels: Machine | None = None,
 ) -> StepCode:
     """All passes that come before ops and their order."""
+    trace, stacks = open_stacks(trace)
     parts = settings.data_parallel * settings.microbatches
     regions = split_step(
         trace.whole, trace.small, states=trace.states, names=trace.names, parts=parts
@@ -129,6 +110,7 @@ def compile_code(
         prologue_operands=computed,
         prologue_arguments=arguments,
         routing=routing,
+        stacks=stacks,
     )
 
 

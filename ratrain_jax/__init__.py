@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ratrain_jax.lowering.keys import microbatch_key as microbatch_key
     from ratrain_jax.lowering.marks import layer as layer
     from ratrain_jax.options import Window as Window
+    from ratrain_jax.stacked_leaf import StackedLeaf as StackedLeaf
     from ratrain_jax.train import train_step as train_step
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 # its own home. Any other name must differ from every submodule of this package: importing such a
 # submodule would put the module in the name's place.
 _HOMES = {
+    "StackedLeaf": "ratrain_jax.stacked_leaf",
     "Window": "ratrain_jax.options",
     "errors": "ratrain_jax.errors",
     "grad": "ratrain_jax.losses",

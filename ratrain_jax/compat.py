@@ -92,3 +92,20 @@ def dtype_named(name: str) -> Any:
     if name in _KEY_IMPLEMENTATIONS:
         return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_IMPLEMENTATIONS[name])).dtype
     return jax.numpy.dtype(name)
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many constants and how many carried values a `scan` has; versions name them differently.
+
+    What is stacked has one axis more outside of the body than inside.
+    """
+    body = as_closed(eqn.params["jaxpr"]).jaxpr
+    stacked = [
+        len(outer.aval.shape) > len(inner.aval.shape)
+        for outer, inner in zip(eqn.invars, body.invars, strict=True)
+    ]
+    carried = [
+        len(outer.aval.shape) == len(inner.aval.shape)
+        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+    ]
+    return stacked.count(False) - sum(carried), sum(carried)

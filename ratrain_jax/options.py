@@ -12,6 +12,7 @@ from ratrain_jax.lowering.program import Settings
 from ratrain_jax.lowering.schedules import SCHEDULES
 
 BACKENDS = ("xla", "mt3000")
+STATE_LAYOUTS = ("stacked", "layers")
 RECOVERIES = ("auto", "none", "backward", "forward")
 
 
@@ -63,6 +64,7 @@ class Options:
     batch_argnums: Sequence[int] | None = None
     devices: Sequence[Any] | None = None
     donate_state: bool = True
+    state_layout: str = "stacked"
     backend: str | Machine = "xla"
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class Options:
         if self.zero == 3:
             raise OptionError("zero=3 is costed by the planner but not run; use zero=1 or zero=2.")
         _one_of("zero", self.zero, (1, 2))
+        _one_of("state_layout", self.state_layout, STATE_LAYOUTS)
         if isinstance(self.backend, Machine):
             if self.backend.accelerator is None:
                 raise OptionError(

@@ -13,6 +13,7 @@ from ratrain_jax.errors import BatchError, OptionError, StepError, UnsupportedEr
 from ratrain_jax.lowering.lower import Trace
 from ratrain_jax.lowering.regions import rows_per_microbatch
 from ratrain_jax.options import Options
+from ratrain_jax.stacked_leaf import StackedLeaf, is_stacked_leaf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ class Signature:
 
 def abstract(tree: Any) -> Any:
     """The types of a tree's leaves."""
-    return jax.tree.map(_leaf_type, tree)
+    return jax.tree.map(_leaf_type, tree, is_leaf=is_stacked_leaf)
 
 
 def _leaf_type(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    if isinstance(leaf, (jax.ShapeDtypeStruct, StackedLeaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     try:
         aval = jax.typeof(leaf)
@@ -112,17 +113,17 @@ def trace_step(
 def leaf_names(args: Sequence[Any]) -> list[str]:
     """The path of each flat argument: of the state, then of the batch."""
     state = args[0] if args else ()
-    names = [f"state{_path(p)}" for p, _ in jax.tree_util.tree_leaves_with_path(state)]
-    names += [f"batch{_path(p)}" for p, _ in jax.tree_util.tree_leaves_with_path(_unwrap(args[1:]))]
-    return names
+    names = [f"state{path}" for path in _paths(state)]
+    return names + [f"batch{path}" for path in _paths(_unwrap(args[1:]))]
 
 
 def _unwrap(rest: Sequence[Any]) -> Any:
     return rest[0] if len(rest) == 1 else tuple(rest)
 
 
-def _path(path: Any) -> str:
-    return jax.tree_util.keystr(path)
+def _paths(tree: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stacked_leaf)
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
 def _batch_arguments(count: int, options: Options) -> set[int]:

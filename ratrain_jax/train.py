@@ -92,6 +92,7 @@ def train_step(
     batch_argnums: Sequence[int] | None = None,
     devices: Sequence[Any] | None = None,
     donate_state: bool = True,
+    state_layout: str = "stacked",
     backend: str | Machine = "xla",
 ) -> Callable[[Callable[..., Any]], TrainStep]:
     """Decorates a train step so that it runs as a pipeline over `stages * data_parallel` devices.
@@ -115,6 +116,9 @@ def train_step(
         batch_argnums: which arguments are cut along axis 0; all but the first unless given.
         devices: the devices, stage by stage; `jax.devices()` unless given.
         donate_state: whether arrays of a state that this step handed out are used up when they come back.
+        state_layout: how stacked leaves (of `nn.scan` or `lax.scan` over layers) are handed back: `"stacked"` as one
+            `jax.Array` each, gathered onto stage 0's devices after every step, or `"layers"` as a
+            `ratrain_jax.StackedLeaf`, without a copy. Either form is taken in.
         backend: `"xla"`, or `"mt3000"` to send matrix products and attention through that machine's float16 kernels,
             emulated on the CPU. A `ratrain_jax.kernels.Machine` with an accelerator of its own stands for itself.
 
@@ -150,6 +154,7 @@ def train_step(
         batch_argnums=batch_argnums,
         devices=devices,
         donate_state=donate_state,
+        state_layout=state_layout,
         backend=backend,
     )
     return lambda step: TrainStep(step, options)

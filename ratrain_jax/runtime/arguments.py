@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ratrain_jax.errors import BatchError, StateError
+from ratrain_jax.stacked_leaf import StackedLeaf, is_stacked_leaf
 from ratrain_jax.tracing import Signature, leaf_names
 
 
@@ -23,22 +24,22 @@ def check_arguments(signature: Signature, args: Sequence[Any]) -> list[Any]:
         StateError: the state has another structure, a leaf of another type, or an array that was used up.
         BatchError: the batch has.
     """
-    state = jax.tree.structure(args[0]) if args else None
+    state = jax.tree.structure(args[0], is_leaf=is_stacked_leaf) if args else None
     if state is None or state != signature.state:
         raise StateError(_structure("state", signature, args))
     if jax.tree.structure(tuple(args[1:])) != signature.batch:
         raise BatchError(_structure("batch", signature, args))
-    leaves = [leaf for arg in args for leaf in jax.tree.leaves(arg)]
+    leaves = [leaf for arg in args for leaf in jax.tree.leaves(arg, is_leaf=is_stacked_leaf)]
     for leaf, aval, name in zip(leaves, signature.avals, signature.names, strict=True):
         shape = np.shape(leaf)
-        dtype = jax.typeof(leaf).dtype
+        dtype = leaf.dtype if is_stacked_leaf(leaf) else jax.typeof(leaf).dtype
         kind = StateError if name.startswith("state") else BatchError
         if shape != aval.shape or dtype != aval.dtype:
             raise kind(
                 f"{name} is {dtype}{list(shape)}, but the step was compiled for"
                 f" {aval.dtype}{list(aval.shape)}; call the decorated step, which compiles anew."
             )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        if isinstance(leaf, (jax.Array, StackedLeaf)) and leaf.is_deleted():
             raise kind(
                 f"{name} was used up, by an earlier step or by other code. Go on from the newest state, or keep"
                 " old ones with donate_state=False."

@@ -21,8 +21,10 @@ from ratrain_jax.runtime.groups import make_groups
 from ratrain_jax.runtime.host import keep_freed_memory
 from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
 from ratrain_jax.runtime.measured import MeasuredRun, Watcher
+from ratrain_jax.runtime.stacks import Stacks
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
 from ratrain_jax.runtime.turns import settle
+from ratrain_jax.stacked_leaf import is_stacked_leaf
 
 if TYPE_CHECKING:
     from ratrain_jax.lowered import Lowered
@@ -62,6 +64,13 @@ class Compiled:
         self.executables = library.finish(progress)
         self._link = concurrent.futures.ThreadPoolExecutor(1, "ratrain-link")
         self._own = Ownership()
+        self._stacks = Stacks(
+            self._code.stacks,
+            self._groups[0],
+            layers=options.state_layout == "layers",
+            states=lowered.signature.states if lowered.signature.has_state else 0,
+            donate=options.donate_state,
+        )
         self._places = leaf_places(self._code)
         self._inputs = [self._program.values[v] for v in self._program.inputs]
         self._outputs = [self._program.values[v] for v in self._program.outputs]
@@ -89,7 +98,7 @@ class Compiled:
         self._launch(tables)
         result = self._leave(tables)
         kept = self.lowered.signature.states if self.lowered.signature.has_state else 0
-        self._flying.append(jax.tree.leaves(result)[kept:])
+        self._flying.append(jax.tree.leaves(result, is_leaf=is_stacked_leaf)[kept:])
         return result
 
     def memory_analysis(self) -> MemoryAnalysis:
@@ -134,8 +143,9 @@ class Compiled:
     def _enter(self, args: Sequence[Any]) -> tuple[dict[int, Bundle], dict[int, Bundle]]:
         leaves = check_arguments(self.lowered.signature, args)
         states = self.lowered.signature.states
-        state, batch = leaves[:states], leaves[states:]
+        state, batch = self._stacks.enter(leaves[:states]), leaves[states:]
         entered = self._enter_state(state)
+        self._stacks.use_up()
         table: dict[int, Bundle] = {}
         for value in self._inputs:
             table[value.id] = self._input(value, state, entered, batch, table)
@@ -224,7 +234,7 @@ class Compiled:
 
     def _operand(self, value: Value, batch: Sequence[Any]) -> Any:
         """A leaf of the batch where it is read: each rank's rows, or a whole copy."""
-        code, states = self._code, self.lowered.signature.states
+        code, states = self._code, self._code.regions.states
         group = self._groups[value.stage]
         if value.name.startswith("argument"):
             return group.put_whole(_array(batch[int(value.name[8:]) - states]))
@@ -256,7 +266,7 @@ class Compiled:
         if signature.has_state:
             results.update(self._leave_state(inside))
             self._keep_ahead(made, results)
-        return signature.result.unflatten([results[n] for n in range(len(results))])
+        return signature.result.unflatten(self._stacks.leave(results))
 
     def _leave_state(self, inside: dict[int, Any]) -> dict[int, Any]:
         out: dict[int, Any] = {}

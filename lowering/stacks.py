@@ -1,0 +1,249 @@
+"""Opens scans over stacked layers, so that every other pass sees a step whose state has one leaf a layer.
+
+A model written with `nn.scan` or `lax.scan` keeps its layers in stacked leaves: axis 0 counts them.
+This pass, the first of all, rewrites the step: each stacked parameter becomes one leaf a layer, and
+so does all state that is updated with it (moments, averages); the scan is unrolled over these; the
+update, arithmetic on stacked arrays, is done slice by slice, a reduction of a whole stacked leaf by
+partial ones and their sum (`slicing`). Scans inside scans are opened one level after the other.
+
+The slices of parameter `layers/attn/kernel` are called `layers/0/attn/kernel` and so on: the number
+follows the part of the path that all parameters of the scan share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from ratrain_jax import compat
+from ratrain_jax.lowering.graph import Atom, Graph, Var, inline, is_var, needed
+from ratrain_jax.lowering.labels import is_small
+from ratrain_jax.lowering.regions import loss_region_p
+from ratrain_jax.lowering.slicing import Sliced, Slicer, slice_type
+from ratrain_jax.lowering.stacked_scans import scans_of_layers
+from ratrain_jax.lowering.trace import Trace
+
+Path = tuple[str, ...]
+Part = Any  # int | tuple[Part, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackMap:
+    """Which leaves of the opened step each leaf of the user's step became.
+
+    A leaf that was opened is a tuple with one part a slice: the number of a leaf, or such a tuple again.
+
+    Attributes:
+        states: for each leaf of the user's state: its number, or its slices.
+        outputs: the same for each flat output of the user's step.
+    """
+
+    states: tuple[Part, ...]
+    outputs: tuple[Part, ...]
+
+    @property
+    def opened(self) -> bool:
+        """Whether there is any stacked leaf."""
+        return any(isinstance(part, tuple) for part in (*self.states, *self.outputs))
+
+
+def flat_parts(part: Part) -> list[int]:
+    """The leaves that a part consists of, in order."""
+    if not isinstance(part, tuple):
+        return [part]
+    return [number for inner in part for number in flat_parts(inner)]
+
+
+def open_stacks(trace: Trace) -> tuple[Trace, StackMap | None]:
+    """Opens all scans over stacked layers.
+
+    Args:
+        trace: the step, as the user wrote it.
+
+    Returns:
+        The step with one leaf a layer, and what became of each leaf. A step without such scans is
+        given back as it is, with None.
+    """
+    opened = StackMap(tuple(range(trace.states)), tuple(range(len(trace.whole.out_avals))))
+    while True:
+        found = _open_once(trace)
+        if found is None:
+            return trace, opened if opened.opened else None
+        trace, once = found
+        opened = StackMap(
+            tuple(_composed(part, once.states) for part in opened.states),
+            tuple(_composed(part, once.outputs) for part in opened.outputs),
+        )
+
+
+def _composed(part: Part, later: Sequence[Part]) -> Part:
+    if isinstance(part, tuple):
+        return tuple(_composed(inner, later) for inner in part)
+    return later[part]
+
+
+def _open_once(trace: Trace) -> tuple[Trace, StackMap] | None:
+    """Opens the outermost scans; None if there are none."""
+    step = inline(trace.whole)
+    region = _region(step)
+    if region is None:
+        return None
+    number = {var: leaf for leaf, var in enumerate(step.invars[: trace.states])}
+    params = [region.invars[i] for i in region.params["diff"]]
+    scans = [
+        [p for p in scan if is_var(params[p]) and params[p] in number]
+        for scan in scans_of_layers(region.params["loss"], region.params["diff"])
+    ]
+    names = _SliceNames([[region.params["paths"][p] for p in scan] for scan in scans if scan])
+    split = {number[params[p]] for scan in scans for p in scan}
+    if not split:
+        return None
+    while True:
+        opening = _Opening(step, trace, split, names)
+        more = opening.also_stacked() - split
+        if not more:
+            break
+        split |= more
+    whole, out = opening.closed()
+    small = whole if trace.small is trace.whole else _open_small(trace, split, names)
+    parts = opening.parts
+    outputs = _numbered(out)
+    flat = [n for leaf in range(trace.states) for n in flat_parts(parts[leaf])]
+    new = Trace(
+        whole=whole,
+        small=small,
+        names=(*_leaf_names(trace, parts), *trace.names[trace.states :]),
+        states=len(flat),
+        state_out=_new_outputs(trace, parts, outputs),
+        metrics_out=tuple(n for o in trace.metrics_out for n in flat_parts(outputs[o])),
+    )
+    return new, StackMap(parts, outputs)
+
+
+def _region(graph: Graph) -> Any:
+    """The loss region, if the step has just one; what else there may be is refused later, by name."""
+    found = [eqn for eqn in graph.eqns if eqn.primitive is loss_region_p]
+    return found[0] if len(found) == 1 else None
+
+
+def _new_outputs(
+    trace: Trace, parts: Sequence[Part], outputs: Sequence[Part]
+) -> tuple[int | None, ...]:
+    """The output that is each new leaf's new value."""
+    new: list[int | None] = []
+    for leaf, out in enumerate(trace.state_out):
+        count = len(flat_parts(parts[leaf]))
+        new.extend([None] * count if out is None else flat_parts(outputs[out]))
+    return tuple(new)
+
+
+def _leaf_names(trace: Trace, parts: Sequence[Part]) -> list[str]:
+    names: list[str] = []
+    for name, part in zip(trace.names, parts, strict=False):
+        names.extend(
+            [f"{name}[{k}]" for k in range(len(part))] if isinstance(part, tuple) else [name]
+        )
+    return names
+
+
+def _numbered(counts: Sequence[int]) -> tuple[Part, ...]:
+    """Numbers for leaves that have some slices each (0: not opened)."""
+    numbers = itertools.count()
+    return tuple(
+        tuple(next(numbers) for _ in range(count)) if count else next(numbers) for count in counts
+    )
+
+
+def _open_small(trace: Trace, split: set[int], names: _SliceNames) -> jex.ClosedJaxpr:
+    """The microbatch-sized step, of which only the loss and what it reads is wanted."""
+    small = inline(trace.small)
+    region = _region(small)
+    if region is None:
+        return trace.small
+    eqns = needed(small.eqns, region.outvars)[0]
+    outvars = tuple(region.outvars)
+    graph = dataclasses.replace(small, eqns=tuple(eqns), outvars=outvars)
+    return _Opening(graph, trace, split, names).closed()[0]
+
+
+class _SliceNames:
+    """Names the slices of parameters: the number follows what the paths of one scan have in common."""
+
+    def __init__(self, scans: Sequence[Sequence[Path]]) -> None:
+        self._shared: dict[Path, int] = {}
+        for paths in scans:
+            columns = zip(*paths, strict=False)
+            shared = len(list(itertools.takewhile(lambda keys: len(set(keys)) == 1, columns)))
+            for path in paths:
+                self._shared[path] = min(shared, self._shared.get(path, shared))
+
+    def __call__(self, path: Path, number: int) -> Path:
+        """The path of a slice. Layers stand side by side, as layers of an unrolled model do."""
+        shared = self._shared.get(path, 0)
+        if shared:
+            return (*path[: shared - 1], f"{path[shared - 1]}/{number}", *path[shared:])
+        return (f"layer/{number}", *path)
+
+
+class _Opening:
+    """A step with some of its leaves in slices.
+
+    Attributes:
+        parts: for each leaf: its new number, or the numbers of its slices.
+    """
+
+    def __init__(self, graph: Graph, trace: Trace, split: set[int], names: _SliceNames) -> None:
+        self.graph, self.trace, self.split = graph, trace, split
+        states = graph.invars[: trace.states]
+        leaves = {
+            var: frozenset({leaf})
+            for leaf, var in enumerate(states)
+            if leaf not in split and var.aval.shape
+        }
+        self.slicer = Slicer(names, leaves=leaves)
+        self.invars: list[Var] = []
+        counts = []
+        for leaf, var in enumerate(states):
+            counts.append(var.aval.shape[0] if leaf in split else 0)
+            if leaf in split:
+                slices = [compat.new_var(slice_type(var.aval)) for _ in range(counts[-1])]
+                self.slicer.bind(var, Sliced(tuple(slices)))
+                self.invars.extend(slices)
+            else:
+                self.invars.append(var)
+        self.invars.extend(graph.invars[trace.states :])
+        self.parts = _numbered(counts)
+        self.slicer.run(graph.eqns)
+
+    def also_stacked(self) -> set[int]:
+        """Leaves that meet slices, or whose new value is sliced."""
+        found = set(self.slicer.cut_leaves)
+        for leaf, out in enumerate(self.trace.state_out):
+            if out is not None and isinstance(self.slicer.read(self.graph.outvars[out]), Sliced):
+                found.add(leaf)
+        return found
+
+    def closed(self) -> tuple[jex.ClosedJaxpr, list[int]]:
+        """The step, and how many slices each of its outputs now is (0: none)."""
+        new_states = {out: leaf for leaf, out in enumerate(self.trace.state_out) if out is not None}
+        outvars: list[Atom] = []
+        counts = []
+        for out, atom in enumerate(self.graph.outvars):
+            value = self.slicer.read(atom)
+            if new_states.get(out) in self.split:
+                slices = self.slicer.cut(value, atom.aval.shape[0])
+            elif isinstance(value, Sliced) and not is_small(value.slices[0]):
+                slices = value.slices
+            else:
+                slices = ()
+            counts.append(len(slices))
+            outvars.extend(slices or [self.slicer.whole(value)])
+        consts = {**self.graph.consts, **self.slicer.consts}
+        closed = compat.closed(
+            self.invars, outvars, self.slicer.eqns, list(consts), list(consts.values())
+        )
+        return closed, counts
