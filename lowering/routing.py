@@ -3,6 +3,8 @@
 It runs before the loss is cut into layers and differentiated, so that the kernels' own rules give the backward kernels,
 and casts of parameters to float16 can move before the gather (`precision`).
 
+Attention that is written out (`attention_match`) becomes one call; every other product one of its own.
+
 Terms.
     A product is **taken** if it becomes a call of the kernel layer. What is not taken stays as it is, with a **reason**:
     it is not of a short float, adds nothing up, reads no parameter's influence (positions, masks), or asks for a precision
@@ -24,6 +26,8 @@ from ratrain_jax import compat
 from ratrain_jax.errors import MachineError
 from ratrain_jax.kernels import Machine, cost_gemm, gemm_of, vmac_dot_general
 from ratrain_jax.kernels.dot_general import Arithmetic
+from ratrain_jax.lowering.attention_call import Call, attention_call
+from ratrain_jax.lowering.attention_match import Finder
 from ratrain_jax.lowering.cost import equation_costs
 from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, is_var
 from ratrain_jax.lowering.rewrite import Rewriter
@@ -98,9 +102,19 @@ def route(loss: Graph, params: int, machine: Machine) -> tuple[Graph, Routing]:
     moving = dependent(loss, loss.invars[:params])
     writer = Rewriter(loss)
     halves = _Halves(loss, writer)
+    calls = _attention_calls(loss, moving, arithmetic)
+    needless = {id(call.scores) for call in calls.values()}
     parts: list[Part] = []
     for eqn in loss.eqns:
-        if eqn.primitive.name not in PRODUCTS:
+        call = calls.get(id(eqn))
+        if call is not None:
+            operands = [halves.of(atom, eqn) for atom in call.operands]
+            (made,) = writer.call(call.run, [*operands, *call.extras], eqn)
+            writer.replace(eqn.outvars[0], made)
+            shapes = tuple(tuple(atom.aval.shape) for atom in call.operands)
+            parts.append(Part("attention", shapes, call.shape.flops("forward")))
+            continue
+        if eqn.primitive.name not in PRODUCTS or id(eqn) in needless:
             parts.extend(_inner_parts(eqn, "inside a {name}"))
             writer.keep(eqn)
             continue
@@ -115,6 +129,20 @@ def route(loss: Graph, params: int, machine: Machine) -> tuple[Graph, Routing]:
     routed = writer.finish()
     costs = equation_costs(routed.eqns, routed.outvars)
     return routed, Routing(machine, tuple(parts), sum(cost.flops for cost in costs))
+
+
+def _attention_calls(loss: Graph, moving: set[Var], arithmetic: Arithmetic) -> dict[int, Call]:
+    """Calls of the attention kernel, by the identity of the product with V that each stands for."""
+    finder = Finder(loss)
+    calls: dict[int, Call] = {}
+    for eqn in loss.eqns:
+        match = finder.match(eqn)
+        if match is None or any(refusal(e, moving, arithmetic) for e in (match.scores, eqn)):
+            continue
+        call = attention_call(match, finder, arithmetic)
+        if call is not None:
+            calls[id(eqn)] = call
+    return calls
 
 
 def dependent(graph: Graph, sources: Iterable[Var]) -> set[Var]:
