@@ -20,7 +20,7 @@ from ratrain_jax.lowering.program import Program, Settings
 from ratrain_jax.lowering.recovery import program_within_limit
 from ratrain_jax.lowering.regions import Regions, split_step
 from ratrain_jax.lowering.routing import route
-from ratrain_jax.lowering.stacks import open_stacks
+from ratrain_jax.lowering.stacks import StackMap, open_stacks
 from ratrain_jax.lowering.stages import split_stages
 from ratrain_jax.lowering.trace import Trace as Trace
 from ratrain_jax.lowering.update import UpdatePlan, split_update
@@ -61,7 +61,24 @@ def compile_code(
     kernels: Machine | None = None,
 ) -> StepCode:
     """All passes that come before ops and their order."""
-    trace, stacks = open_stacks(trace)
+    opened, stacks = open_stacks(trace)
+    try:
+        return _compile_opened(opened, stacks, settings, machine, boundaries, kernels)
+    except UnsupportedError:
+        # An update that joins the layers of a stacked leaf can still run where all are on one stage.
+        if stacks is None or settings.stages > 1:
+            raise
+        return _compile_opened(trace, None, settings, machine, boundaries, kernels)
+
+
+def _compile_opened(
+    trace: Trace,
+    stacks: StackMap | None,
+    settings: Settings,
+    machine: Machine,
+    boundaries: Sequence[str] | None,
+    kernels: Machine | None,
+) -> StepCode:
     parts = settings.data_parallel * settings.microbatches
     regions = split_step(
         trace.whole, trace.small, states=trace.states, names=trace.names, parts=parts

@@ -10,8 +10,26 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from ratrain_jax.lowering.graph import Eqn
+import jax.core
+
+from ratrain_jax.lowering.graph import Atom, Eqn
 from ratrain_jax.lowering.shard_rules import ELEMENTWISE, REDUCTIONS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sliced:
+    """A stacked array that is known by its slices."""
+
+    slices: tuple[Atom, ...]
+
+
+Value = Any  # Atom or Sliced
+
+
+def slice_type(aval: Any) -> Any:
+    """The type of one slice of a stacked array."""
+    return jax.core.ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
+
 
 SLICES: Final = "slices"
 """Said of a result: its slices are what the equation gives for each slice."""

@@ -12,12 +12,9 @@ take and give slices. Whatever else meets a sliced array gets it stacked.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.core
 from jax import lax
 from jax.extend import core as jex
 
@@ -25,21 +22,18 @@ from ratrain_jax import compat
 from ratrain_jax.lowering.concatenations import FOLDS
 from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
 from ratrain_jax.lowering.opening import CUSTOM_CALLS, emit
-from ratrain_jax.lowering.regions import loss_region_p
-from ratrain_jax.lowering.slice_rules import RULES, SLICES, PerSlice
+from ratrain_jax.lowering.slice_code import SPECIAL
+from ratrain_jax.lowering.slice_rules import (
+    RULES,
+    SLICES,
+    PerSlice,
+    Sliced,
+    Value,
+    slice_type,
+)
 
 SlicePaths = Callable[[tuple[str, ...], int], tuple[str, ...]]
 """The path of a slice, from that of the stacked parameter and its number."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sliced:
-    """A stacked array that is known by its slices."""
-
-    slices: tuple[Atom, ...]
-
-
-Value = Any  # Atom or Sliced
 
 
 class Slicer:
@@ -93,7 +87,7 @@ class Slicer:
                 results = self._visit(eqn, operands)
                 self._env.update(zip(eqn.outvars, results, strict=True))
             else:
-                self._add(eqn.replace(invars=operands))
+                self.add(eqn.replace(invars=operands))
 
     def whole(self, value: Value) -> Atom:
         """A value as one array."""
@@ -102,7 +96,7 @@ class Slicer:
         key = tuple(map(id, value.slices))
         if key not in self._stacked:
             shape = value.slices[0].aval.shape
-            made = self._make(
+            made = self.make(
                 lambda *slices: lax.concatenate(
                     [
                         lax.broadcast_in_dim(s, (1, *shape), range(1, len(shape) + 1))
@@ -126,10 +120,10 @@ class Slicer:
             self.cut_leaves |= self.leaves.get(value, frozenset())
         made = self._cut_broadcast(value, count)
         if made is None and value.aval.shape[0] == 1:
-            made = (self._make(lambda x: lax.squeeze(x, [0]), value),) * count
+            made = (self.make(lambda x: lax.squeeze(x, [0]), value),) * count
         if made is None:
             made = tuple(
-                self._make(lambda x, k=k: lax.index_in_dim(x, k, 0, keepdims=False), value)
+                self.make(lambda x, k=k: lax.index_in_dim(x, k, 0, keepdims=False), value)
                 for k in range(count)
             )
         if key is not None:
@@ -146,25 +140,25 @@ class Slicer:
         if operand.aval.shape == shape and dims == tuple(range(1, len(shape) + 1)):
             return (operand,) * count
         lower = tuple(n - 1 for n in dims)
-        return (self._make(lambda x: lax.broadcast_in_dim(x, shape, lower), operand),) * count
+        return (self.make(lambda x: lax.broadcast_in_dim(x, shape, lower), operand),) * count
 
     def _visit(self, eqn: Eqn, operands: list[Value]) -> Sequence[Value]:
         """The results of an equation, at least one of whose operands is sliced."""
         name = eqn.primitive.name
-        special = _SPECIAL.get(name) or (_handed_out if name in _HANDING else None)
+        special = SPECIAL.get(name)
         if special is not None:
             results = special(self, eqn, operands)
             if results is not None:
                 return results
         called = self._called(eqn)
         if called is not None:
-            return self._inlined(called, operands)
+            return self.inlined(called, operands)
         if name in RULES:
             how = RULES[name](eqn, [isinstance(value, Sliced) for value in operands])
             if how is not None:
                 return self._per_slice(eqn, operands, how)
         outputs = [compat.new_var(var.aval) for var in eqn.outvars]
-        self._add(eqn.replace(invars=list(map(self.whole, operands)), outvars=outputs))
+        self.add(eqn.replace(invars=list(map(self.whole, operands)), outvars=outputs))
         return outputs
 
     def _called(self, eqn: Eqn) -> jex.ClosedJaxpr | None:
@@ -173,7 +167,7 @@ class Slicer:
         key = None if self.inside_loss else CUSTOM_CALLS.get(eqn.primitive.name)
         return compat.called_jaxpr(eqn) if key is None else compat.as_closed(eqn.params[key])
 
-    def _inlined(self, closed: jex.ClosedJaxpr, operands: Sequence[Value]) -> list[Value]:
+    def inlined(self, closed: jex.ClosedJaxpr, operands: Sequence[Value]) -> list[Value]:
         """The results of a jaxpr, whose equations get fresh variables."""
         jaxpr, outer = closed.jaxpr, self._env
         self._env = dict(zip(jaxpr.invars, operands, strict=True))
@@ -205,7 +199,7 @@ class Slicer:
         for k in range(count):
             outputs = [compat.new_var(aval) for aval in avals]
             params = {**eqn.params, **how.params}
-            self._add(
+            self.add(
                 eqn.replace(invars=[slices[k] for slices in taken], outvars=outputs, params=params)
             )
             made.append(outputs)
@@ -217,17 +211,18 @@ class Slicer:
     def _folded(self, parts: Sequence[Atom], combine: str) -> Atom:
         total = parts[0]
         for part in parts[1:]:
-            total = self._make(FOLDS[combine], total, part)
+            total = self.make(FOLDS[combine], total, part)
         return total
 
-    def _make(self, fun: Callable[..., Any], *atoms: Atom) -> Atom:
+    def make(self, fun: Callable[..., Any], *atoms: Atom) -> Atom:
         """What a function gives, said to come from where the equation at hand was written."""
         eqns, (result,) = emit(fun, atoms)
         for eqn in eqns:
-            self._add(eqn.replace(source_info=self._source or eqn.source_info))
+            self.add(eqn.replace(source_info=self._source or eqn.source_info))
         return result
 
-    def _add(self, eqn: Eqn) -> None:
+    def add(self, eqn: Eqn) -> None:
+        """Adds an equation whose operands are atoms."""
         self.eqns.append(eqn)
         if not eqn.outvars:
             return
@@ -285,163 +280,3 @@ class Slicer:
             outputs.extend(made)
             values.append(Sliced(tuple(made)) if count else made[0])
         return outputs, values
-
-
-def slice_type(aval: Any) -> Any:
-    """The type of one slice of a stacked array."""
-    return jax.core.ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
-
-
-def _counts(*cases: Sequence[Value]) -> list[int]:
-    """For each result, how many slices it has in any of some cases; 0 if it is sliced in none."""
-    return [
-        max(len(value.slices) if isinstance(value, Sliced) else 0 for value in values)
-        for values in zip(*cases, strict=True)
-    ]
-
-
-def _flat(slicer: Slicer, values: Sequence[Value], counts: Sequence[int]) -> list[Atom]:
-    flat: list[Atom] = []
-    for value, count in zip(values, counts, strict=True):
-        flat.extend(slicer.cut(value, count) if count else [slicer.whole(value)])
-    return flat
-
-
-def _unrolled(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value] | None:
-    """A loop over sliced arrays, one body a slice."""
-    consts, carried = compat.scan_counts(eqn)
-    scanned = operands[consts + carried :]
-    if not any(isinstance(value, Sliced) for value in scanned):
-        return None
-    length, body = eqn.params["length"], compat.as_closed(eqn.params["jaxpr"])
-    fixed = [slicer.whole(value) for value in operands[:consts]]
-    carry: list[Value] = [slicer.whole(value) for value in operands[consts : consts + carried]]
-    slices = [slicer.cut(value, length) for value in scanned]
-    made: dict[int, list[Atom]] = {}
-    for k in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        results = slicer._inlined(body, [*fixed, *carry, *(part[k] for part in slices)])
-        results = [slicer.whole(value) for value in results]
-        carry, made[k] = results[:carried], results[carried:]
-    stacked = zip(*(made[k] for k in range(length)), strict=True)
-    return [*carry, *map(Sliced, stacked)]
-
-
-def _branches(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value]:
-    """A `cond` whose branches take and give slices."""
-    index, *given = operands
-    inner, results = [], []
-    for branch in map(compat.as_closed, eqn.params["branches"]):
-        part = slicer.inside(slicer.inside_loss)
-        jaxpr = branch.jaxpr
-        part.consts.update(zip(jaxpr.constvars, branch.consts, strict=True))
-        inputs, flat = slicer.enter(part, jaxpr.invars, given)
-        part.run(jaxpr.eqns)
-        inner.append((part, inputs))
-        results.append([part.read(atom) for atom in jaxpr.outvars])
-    counts = _counts(*results)
-    branches = tuple(
-        _close(part, inputs, _flat(part, values, counts))
-        for (part, inputs), values in zip(inner, results, strict=True)
-    )
-    outputs, values = slicer.results(eqn.outvars, counts)
-    params = {**eqn.params, "branches": branches}
-    slicer._add(eqn.replace(invars=[slicer.whole(index), *flat], outvars=outputs, params=params))
-    return values
-
-
-def _close(slicer: Slicer, inputs: Sequence[Var], outputs: Sequence[Atom]) -> jex.ClosedJaxpr:
-    consts = slicer.consts
-    return compat.closed(inputs, outputs, slicer.eqns, list(consts), list(consts.values()))
-
-
-def _checkpoint(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value] | None:
-    """A `jax.checkpoint` region that takes and gives slices; outside of the loss it is a plain call."""
-    called = compat.called_jaxpr(eqn)
-    if not slicer.inside_loss or called is None:
-        return None
-    part = slicer.inside(True)
-    part.consts.update(zip(called.jaxpr.constvars, called.consts, strict=True))
-    inputs, flat = slicer.enter(part, called.jaxpr.invars, operands)
-    part.run(called.jaxpr.eqns)
-    results = [part.read(atom) for atom in called.jaxpr.outvars]
-    counts = _counts(results)
-    ends = _flat(part, results, counts)
-    # The region is held as a jaxpr that closes over nothing: its arrays are handed over.
-    outer = [compat.new_var(var.aval) for var in part.consts]
-    slicer.consts.update(zip(outer, part.consts.values(), strict=True))
-    inner = compat.closed([*part.consts, *inputs], ends, part.eqns)
-    outputs, values = slicer.results(eqn.outvars, counts)
-    params = {**eqn.params, compat.CALL_PRIMITIVES[eqn.primitive.name]: inner.jaxpr}
-    slicer._add(eqn.replace(invars=[*outer, *flat], outvars=outputs, params=params))
-    return values
-
-
-def _loss_region(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value]:
-    """The loss, by whose slices it is then differentiated."""
-    loss, diff = eqn.params["loss"], eqn.params["diff"]
-    given = [value if i in diff else slicer.whole(value) for i, value in enumerate(operands)]
-    part = slicer.inside(True)
-    part.consts.update(zip(loss.jaxpr.constvars, loss.consts, strict=True))
-    inputs, flat = slicer.enter(part, loss.jaxpr.invars, given)
-    part.run(loss.jaxpr.eqns)
-    ends = [part.whole(part.read(atom)) for atom in loss.jaxpr.outvars]
-    counts = [len(v.slices) if isinstance(v, Sliced) else 0 for v in given]
-    starts = [sum(n or 1 for n in counts[:i]) for i in range(len(counts))]
-    numbers, paths = [], []
-    for i, path in zip(diff, eqn.params["paths"], strict=True):
-        numbers.extend(range(starts[i], starts[i] + (counts[i] or 1)))
-        paths.extend([slicer.paths(path, k) for k in range(counts[i])] or [path])
-    results = [0] * (len(eqn.outvars) - len(diff))
-    outputs, values = slicer.results(eqn.outvars, [*results, *(counts[i] for i in diff)])
-    params = {
-        **eqn.params,
-        "loss": _close(part, inputs, ends),
-        "diff": tuple(numbers),
-        "paths": tuple(paths),
-    }
-    slicer._add(eqn.replace(invars=flat, outvars=outputs, params=params))
-    return values
-
-
-_HANDING = frozenset(
-    {"slice", "split", "squeeze", "concatenate", "unstack", "optimization_barrier"}
-)
-
-
-def _handed_out(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value] | None:
-    """What only chooses among slices, or joins them, hands them out as they are."""
-    name, params, first = eqn.primitive.name, eqn.params, operands[0]
-    if name == "optimization_barrier":
-        return operands
-    if name == "concatenate":
-        if params["dimension"] or not all(isinstance(value, Sliced) for value in operands):
-            return None
-        return [Sliced(tuple(atom for value in operands for atom in value.slices))]
-    if not isinstance(first, Sliced):
-        return None
-    if name == "slice":
-        shape, strides = eqn.invars[0].aval.shape, params["strides"] or (1,)
-        if eqn.outvars[0].aval.shape[1:] != shape[1:]:
-            return None
-        start, stop = params["start_indices"][0], params["limit_indices"][0]
-        return [Sliced(first.slices[start : stop : strides[0]])]
-    if name == "split" and params["axis"] == 0:
-        ends = [sum(params["sizes"][: i + 1]) for i in range(len(params["sizes"]))]
-        return [
-            Sliced(first.slices[end - size : end])
-            for end, size in zip(ends, params["sizes"], strict=True)
-        ]
-    if name == "squeeze" and params["dimensions"] == (0,):
-        return [first.slices[0]]
-    if name == "unstack" and params["axis"] == 0:
-        return list(first.slices)
-    return None
-
-
-_SPECIAL: dict[str, Callable[[Slicer, Eqn, list[Value]], Sequence[Value] | None]] = {
-    "scan": _unrolled,
-    "cond": _branches,
-    loss_region_p.name: _loss_region,
-    **dict.fromkeys(compat.CHECKPOINT_PRIMITIVES, _checkpoint),
-    **dict.fromkeys(_HANDING, _handed_out),
-}

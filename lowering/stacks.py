@@ -182,11 +182,13 @@ class _SliceNames:
                 self._shared[path] = min(shared, self._shared.get(path, shared))
 
     def __call__(self, path: Path, number: int) -> Path:
-        """The path of a slice. Layers stand side by side, as layers of an unrolled model do."""
+        """The path of a slice. Layers are groups at the top of the tree, as those of an unrolled model are."""
         shared = self._shared.get(path, 0)
-        if shared:
-            return (*path[: shared - 1], f"{path[shared - 1]}/{number}", *path[shared:])
-        return (f"layer/{number}", *path)
+        kept = path[
+            : path[0] == "params" and shared > 1
+        ]  # Flax's outermost key is no group of layers
+        before = path[len(kept) : shared] or ("layer",)
+        return (*kept, "/".join((*before, str(number))), *path[shared:])
 
 
 class _Opening:
