@@ -117,9 +117,17 @@ def _layers(code: StepCode, recovered: Sequence[bool]) -> tuple[LayerInfo, ...]:
 
 
 def _variables(code: StepCode) -> tuple[Variable, ...]:
+    joins = dict(zip(code.loss_variables, code.regions.joins, strict=True))
     return tuple(
-        Variable(array_type(v.aval), v.producer, v.readers, v.differentiable, v.role)
-        for v in code.layered.variables
+        Variable(
+            array=array_type(v.aval),
+            producer=v.producer,
+            readers=v.readers,
+            differentiable=v.differentiable,
+            role=v.role,
+            join=joins.get(number, "none"),
+        )
+        for number, v in enumerate(code.layered.variables)
     )
 
 

@@ -384,6 +384,8 @@ class Variable:
         readers: the layers that read it, ascending.
         differentiable: whether gradients flow back through it.
         role: `boundary`, `loss` (the loss) or `aux` (an auxiliary result).
+        join: how a result's values of all ranks and microbatches become one (`mean`, `sum`, `rows` or `first`, see
+            `ratrain_jax.lowering.results`); `none` for a boundary.
     """
 
     array: ArrayType
@@ -391,6 +393,7 @@ class Variable:
     readers: tuple[int, ...]
     differentiable: bool
     role: str = "boundary"
+    join: str = "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

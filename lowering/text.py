@@ -134,7 +134,7 @@ def _clauses(layer: LayerInfo) -> Iterator[str]:
         yield f"owns({' '.join(map(quoted, layer.parameters))})"
 
 
-_VARIABLE_HEAD = ("variable", "array", "role", "gradient", "from -> to")
+_VARIABLE_HEAD = ("variable", "array", "role", "join", "gradient", "from -> to")
 
 
 def _variable(number: int, variable: Variable) -> tuple[str, ...]:
@@ -143,6 +143,7 @@ def _variable(number: int, variable: Variable) -> tuple[str, ...]:
         f"x{number}",
         array_token(variable.array),
         quoted(variable.role),
+        quoted(variable.join),
         "differentiable" if variable.differentiable else "constant",
         f"L{variable.producer} ->{readers}",
     )

@@ -263,11 +263,11 @@ def _mixed(cursor: Cursor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _variable(cursor: Cursor) -> Variable:
     array = cursor.array() or cursor.fail("an array such as f32[2,16]")
-    role = cursor.name("a role")
+    role, join = cursor.name("a role"), cursor.name("a join")
     differentiable = cursor.choice(("differentiable", "constant")) == "differentiable"
     producer = cursor.prefixed(_LAYER, "the layer that makes it, such as L0")
     cursor.word("->")
-    return Variable(array, producer, cursor.many(_LAYER), differentiable, role)
+    return Variable(array, producer, cursor.many(_LAYER), differentiable, role, join)
 
 
 def _operand(cursor: Cursor) -> OperandInfo:

@@ -32,6 +32,7 @@ _REMEDY: Final = "Correct the program's text, or lower the step again."
 _SCHEDULES: Final = ("gpipe", "1f1b", "ratrain")
 _RECOVERIES: Final = ("none", "backward", "forward", "auto")
 _ROLES: Final = ("boundary", "loss", "aux")
+_JOINS: Final = ("mean", "sum", "rows", "first")
 
 
 def check_form(program: Program) -> None:
@@ -133,6 +134,9 @@ def _variables(program: Program) -> Iterator[str]:
                 yield f"x{number} names L{reader} as a reader, which does not read it."
         if variable.role not in _ROLES:
             yield f"x{number} has the role {variable.role!r}; it must be one of {_ROLES}."
+        joins = ("none",) if variable.role == "boundary" else _JOINS
+        if variable.join not in joins:
+            yield f"x{number} has the join {variable.join!r}; it must be one of {joins}."
     losses = [variable for variable in program.variables if variable.role == "loss"]
     if len(losses) != 1:
         yield f"{len(losses)} variables have the role 'loss'; one must."
@@ -211,8 +215,8 @@ def _op(program: Program, op: Op, stage: int) -> Iterator[str]:
         not set(op.donates) <= set(op.reads) or len(set(op.donates)) != len(op.donates)
     ):
         yield "donates a value twice, or one that it does not read"
-    if op.waits and not isinstance(op, Recover):
-        yield "waits for a value; only Recover may"
+    if op.waits and not isinstance(op, (Recover, Backward)):
+        yield "waits for a value; only Recover and Backward may"
     check = _ATTRIBUTES.get(type(op))
     if check is not None:
         yield from check(program, op)
