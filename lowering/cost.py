@@ -120,7 +120,7 @@ def equation_seconds(eqn: Eqn, cost: Cost, machine: Machine) -> float:
     kernel = _kernel(eqn) if machine.accelerator is not None else None
     if kernel is not None and (planned := call_cost(kernel, machine)) is not None:
         return planned.seconds
-    return machine.roofline_seconds(cost.flops, cost.bytes, _compute_dtype(eqn))
+    return machine.roofline_seconds(cost.flops, cost.bytes, compute_dtype(eqn))
 
 
 def jaxpr_seconds(closed: jex.ClosedJaxpr, machine: Machine) -> float:
@@ -226,13 +226,18 @@ def _flops(eqn: Eqn) -> int:
     return _FLOPS.get(eqn.primitive.name, _elements_out)(eqn)
 
 
-def _compute_dtype(eqn: Eqn) -> str:
+def compute_dtype(eqn: Eqn) -> str:
     """The dtype that sets the arithmetic rate: of the first dot's operands, else of the inputs."""
     for atom in (_first_dot(eqn) or eqn).invars:
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
             return dtype.name
     return "float32"
+
+
+def has_product(eqn: Eqn) -> bool:
+    """Whether an equation is, or holds, a matrix product, a convolution or a kernel."""
+    return _first_dot(eqn) is not None
 
 
 def _kernel(eqn: Eqn) -> Eqn | None:
@@ -358,7 +363,12 @@ _MOVES = (
     "transpose",
 )
 _PARTIAL = frozenset({"dynamic_slice", "gather", "slice"})
-_DOTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"})
+_DOTS = KERNELS.keys() | {
+    "conv_general_dilated",
+    "dot_general",
+    "ragged_dot",
+    "ragged_dot_general",
+}
 
 _FLOPS: dict[str, Callable[[Eqn], int]] = {
     "conv_general_dilated": _convolution,

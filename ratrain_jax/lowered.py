@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ratrain_jax.kernels import Machine, load_machine
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.grid import grid
 from ratrain_jax.lowering.jsonform import to_json
 from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
+from ratrain_jax.lowering.op_costs import layer_costs
 from ratrain_jax.lowering.program import Program
 from ratrain_jax.lowering.text import as_text
 from ratrain_jax.options import Options
 from ratrain_jax.tracing import Signature
 
 if TYPE_CHECKING:
+    from ratrain_jax.costs import CostAnalysis
     from ratrain_jax.runtime.compiled import Compiled
 
 
@@ -55,6 +58,28 @@ class Lowered:
     def memory_analysis(self) -> MemoryAnalysis:
         """Bytes on each device of every stage over the step, by kind, with the op at the peak."""
         return memory_analysis(self.program)
+
+    def cost_analysis(self, machine: str | Machine | None = None) -> CostAnalysis:
+        """FLOPs, bytes, seconds and utilization of a step by layer and kind of op; its `str` is a table.
+
+        Args:
+            machine: what to count for: a `ratrain_jax.kernels.Machine`, the name of a built-in one or the path of its
+                file; the backend's own, or `"generic"`, unless given.
+
+        Returns:
+            The costs. What a kernel takes is costed by its plan on the machine, the rest by rooflines.
+
+        Raises:
+            MachineError: there is no such machine.
+        """
+        from ratrain_jax.costs import CostAnalysis
+
+        if machine is None:
+            machine = self.options.kernels() or "generic"
+        found = load_machine(machine) if isinstance(machine, str) else machine
+        return CostAnalysis(
+            found, layer_costs(self.code, self.program, found), self.code.routing
+        )
 
     def compile(self) -> Compiled:
         """Compiles the program for its devices.

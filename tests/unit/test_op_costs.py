@@ -1,0 +1,110 @@
+"""The cost analysis of a step: sums, kernels by their plans, rooflines, links, and the table."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ratrain_jax as rt
+from ratrain_jax.kernels import Gemm, cost_gemm, load_machine
+from ratrain_jax.lowering.op_costs import code_work
+
+MT3000, GENERIC = load_machine("mt3000"), load_machine("generic")
+ROWS, WIDTH, HIDDEN = 16, 32, 64
+
+
+def step(state, batch):
+    def loss(params):
+        hidden = jnp.tanh(batch["x"] @ params["a"])
+        return ((hidden @ params["b"]) ** 2).mean()
+
+    value, grads = rt.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+STATE = {"a": jnp.ones((WIDTH, HIDDEN)), "b": jnp.ones((HIDDEN, WIDTH))}
+BATCH = {"x": jnp.ones((ROWS, WIDTH))}
+
+
+def lowered(**options):
+    return rt.train_step(stages=2, microbatches=2, **options)(step).lower(STATE, BATCH)
+
+
+def kinds(analysis):
+    return {op.kind: op for op in analysis.by_kind}
+
+
+def test_products_are_costed_by_their_plans_on_the_accelerator():
+    found = kinds(lowered(backend="mt3000").cost_analysis())
+    rows = ROWS // 2
+    first = Gemm(rows, HIDDEN, WIDTH, accumulator="promote", out_dtype="float32")
+    second = Gemm(rows, WIDTH, HIDDEN, accumulator="promote", out_dtype="float32")
+    plans = [cost_gemm(gemm, MT3000) for gemm in (first, second)]
+    work = found["Forward"].work
+    assert work.product_flops == 2 * sum(plan.flops for plan in plans)
+    assert work.product_seconds == pytest.approx(2 * sum(plan.seconds for plan in plans))
+    assert work.ideal_seconds == pytest.approx(work.product_flops / MT3000.peak("float16"))
+    # dx is not wanted of the first product: three products go backward.
+    assert found["Backward"].work.product_flops == pytest.approx(1.5 * work.product_flops)
+    assert work.ddr_bytes > 2 * sum(plan.ddr_bytes for plan in plans)  # and the elementwise work
+
+
+def test_elsewhere_it_is_a_roofline():
+    dot = jax.make_jaxpr(jnp.dot)(jnp.ones((64, 64)), jnp.ones((64, 64)))
+    work = code_work(dot, GENERIC)
+    moved, flops = 3 * 64 * 64 * 4, 2 * 64**3
+    assert (work.flops, work.ddr_bytes) == (flops, moved)
+    assert work.seconds == pytest.approx(
+        max(flops / GENERIC.peak("float32"), moved / GENERIC.ddr_bandwidth)
+    )
+    assert work.limit == "ddr"
+    assert (
+        work.mac_utilization
+        == work.utilization
+        == pytest.approx(flops / GENERIC.peak("float32") / work.seconds)
+    )
+
+
+def test_any_machine_can_be_asked_of_any_backend():
+    xla, ours = lowered(), lowered(backend="mt3000")
+    assert xla.cost_analysis().machine.name == "generic"
+    assert ours.cost_analysis().machine.name == "mt3000"
+    for analysis in (ours.cost_analysis("generic"), xla.cost_analysis(MT3000)):
+        work = kinds(analysis)["Forward"].work
+        assert work.product_flops == 2 * 2 * 2 * (ROWS // 2) * WIDTH * HIDDEN
+        assert 0 < work.utilization <= work.mac_utilization <= 1
+
+
+def test_the_layers_add_up_and_counts_are_those_of_the_program():
+    found = lowered(recovery="forward", backend="mt3000")
+    analysis = found.cost_analysis()
+    total = sum((layer.work.seconds for layer in analysis.layers), 0.0)
+    assert total == pytest.approx(sum(op.work.seconds for op in analysis.by_kind))
+    # Two layers, two microbatches.
+    assert {kinds(analysis)[kind].count for kind in ("Forward", "Recover", "Backward")} == {4}
+    assert kinds(analysis)["Recover"].work == kinds(analysis)["Forward"].work
+
+
+def test_links_carry_views_gradients_and_activations():
+    work = {kind: op.work for kind, op in kinds(lowered(data_parallel=2).cost_analysis()).items()}
+    parameters = WIDTH * HIDDEN * 2
+    assert work["GradSync"].link_bytes == work["PrefetchView"].link_bytes == parameters * 4 / 2
+    assert work["SendActivation"].link_bytes == 2 * (ROWS // 4) * HIDDEN * 4
+    assert work["SendActivation"].limit == "link"
+    half = kinds(lowered(data_parallel=2, backend="mt3000").cost_analysis())
+    assert half["PrefetchView"].work.link_bytes == parameters * 2 / 2
+
+
+def test_the_table_fits_the_terminal_and_says_what_xla_keeps():
+    text = str(lowered(backend="mt3000").cost_analysis())
+    assert max(map(len, text.splitlines())) <= 80
+    for word in (
+        "Forward",
+        "UpdateShard",
+        "MAC",
+        "XLA keeps",
+        "no product",
+        "assumed",
+        "DDR.bytes",
+    ):
+        assert word in text
+    assert "XLA keeps" not in str(lowered().cost_analysis())
