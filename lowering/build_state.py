@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ratrain_jax.lowering.program import (
     Borrow,
     GlobalReduce,
@@ -213,6 +215,7 @@ class StateTasks:
                 op = GradSync(
                     stage, (whole, before), (after,), (whole, before), layer=layer, microbatch=i
                 )
+                self._hold_back(sheet.backwards[stage, layer, i][0], before if i else None)
                 seconds = sheet.durations.collective(sheet.bytes(whole))
                 gate = self._gate(stage, i)
                 if stage == home and i == last and not borrowers:
@@ -222,6 +225,16 @@ class StateTasks:
                     task = sheet.add(op, seconds, rank, after=gate)
                 if stage == home:
                     self._first_syncs.setdefault((home, i), task)
+
+    def _hold_back(self, backward: int, synced: int | None) -> None:
+        """Lets a microbatch's first backward of a layer wait until the last microbatch's gradient is synchronised.
+
+        On a slow link whole gradients would pile up otherwise, and with them the memory that ZeRO-2 is to save.
+        """
+        if synced is not None:
+            task = self.sheet.tasks[backward]
+            op = dataclasses.replace(task.op, waits=(*task.op.waits, synced))
+            self.sheet.tasks[backward] = dataclasses.replace(task, op=op)
 
     def _join_shares(self, layer: int) -> None:
         """Adds up the sharded accumulators of a tied layer, behind the stage's other syncs where updates are late."""

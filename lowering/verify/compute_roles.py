@@ -136,6 +136,17 @@ class ComputeRoles:
         last = next(u for u in reversed(later) if self.shape.is_last_unit_of_run(u))
         return self.incoming(last, op.stage, op.microbatch)
 
+    def backward_waits(self, op: Backward) -> list[Tag]:
+        """What a Backward waits for: with ZeRO-2, the last microbatch's syncs of the layers that it is first to add to."""
+        if self.program.settings.zero == 1 or op.microbatch == 0:
+            return []
+        step = self._additions.step
+        return [
+            ("shard", owner, op.stage, op.microbatch)
+            for owner in self.backward_unit(op.layers).owners
+            if step[op.layers, op.microbatch, owner] == 0
+        ]
+
     def _entry(self, unit: Unit, stage: int) -> list[Slot]:
         return slots(
             [

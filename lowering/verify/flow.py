@@ -214,7 +214,7 @@ def _check_reads(
     if sorted(op.donates) != sorted(donated):
         named = " ".join(f"%{number}" for number in donated) or "nothing"
         refuse(program, f"{named_op(op)} must donate {named}.", "Correct its donations.", at)
-    if isinstance(op, Recover):
+    if isinstance(op, (Recover, Backward)):
         _check_waits(program, roles, tags, at, op)
 
 
@@ -243,15 +243,19 @@ def _refuse_read(
 
 
 def _check_waits(
-    program: Program, roles: _Roles, tags: list[Tag | None], at: Place, op: Recover
+    program: Program, roles: _Roles, tags: list[Tag | None], at: Place, op: Recover | Backward
 ) -> None:
-    expected = roles.compute.recover_waits(op)
+    if isinstance(op, Recover):
+        expected = roles.compute.recover_waits(op)
+        why = f"with recovery {program.settings.recovery!r}"
+    else:
+        expected = roles.compute.backward_waits(op)
+        why = f"with zero={program.settings.zero}"
     found = [tags[number] for number in op.waits]
     if sorted(map(str, found)) == sorted(map(str, expected)):
         return
     names = _list(map(phrase, expected))
-    why = f"with recovery {program.settings.recovery!r} it waits for {names}"
-    what = f"{named_op(op)} waits for {_list(map(phrase, found))}; {why}."
+    what = f"{named_op(op)} waits for {_list(map(phrase, found))}; {why} it waits for {names}."
     refuse(program, what, "Correct what it waits for.", at)
 
 

@@ -15,6 +15,7 @@ from ratrain_jax import compat
 from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
 from ratrain_jax.lowering.program import Kind, Value
 from ratrain_jax.runtime.arguments import check_arguments
+from ratrain_jax.runtime.census import MemoryCensus, take_census
 from ratrain_jax.runtime.executables import shared_library
 from ratrain_jax.runtime.executors import Executors
 from ratrain_jax.runtime.groups import make_groups
@@ -119,6 +120,22 @@ class Compiled:
         self._launch(tables, watcher.watch)
         measured = watcher.finish()
         return self._leave(tables), measured
+
+    def census(self, *args: Any) -> tuple[Any, MemoryCensus]:
+        """Runs one step, op by op, and counts the bytes of live buffers after each: to check `memory_analysis`.
+
+        Args:
+            *args: as for a call.
+
+        Returns:
+            What the step returns, and the count beside the prediction.
+        """
+        compute, link = self._enter(args)
+        table = {**compute, **link}
+        del compute, link
+        settle(self._groups)
+        census = take_census(self._program, self._groups, self._plan, table)
+        return self._leave((table, table)), census
 
     def __repr__(self) -> str:
         return f"<Compiled {self.lowered!r}, {self.executables} executables>"

@@ -96,19 +96,17 @@ class Executors:
     def _indexed(self, op: Any, recipe: Recipe) -> Execute:
         call = self.executable(op.stage, recipe)
         index = self._indices[op.stage][getattr(op, "microbatch", 0)]
-        return lambda bundles: call(index, *bundles)
-
-    def _forward(self, op: Forward) -> Execute:
-        return self._indexed(op, self.recipes.forward(op))
-
-    def _recover(self, op: Recover) -> Execute:
-        call = self.executable(op.stage, self.recipes.forward(op))
-        index = self._indices[op.stage][op.microbatch]
         if not op.waits:
             return lambda bundles: call(index, *bundles)
         reads, zero = len(op.reads), self._indices[op.stage][0]
         tie = self.executable(op.stage, self.recipes.tie(op.waits))
         return lambda bundles: call(tie(index, zero, *bundles[reads:]), *bundles[:reads])
+
+    def _forward(self, op: Forward) -> Execute:
+        return self._indexed(op, self.recipes.forward(op))
+
+    def _recover(self, op: Recover) -> Execute:
+        return self._indexed(op, self.recipes.forward(op))
 
     def _backward(self, op: Backward) -> Execute:
         return self._indexed(op, self.recipes.backward(op))

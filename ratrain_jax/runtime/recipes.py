@@ -103,7 +103,7 @@ class Recipes:
         """
 
         def function(index: Any, zero: Any, *bundles: Bundle) -> Any:
-            for array in _flat(bundles):
+            for array in filter(lambda array: array.size, _flat(bundles)):
                 index = index + (array.ravel()[0] > 0).astype(jnp.int32) * zero
             return index
 

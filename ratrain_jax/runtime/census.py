@@ -1,0 +1,125 @@
+"""Counts the bytes that are really alive on each device while a step runs: the check of `memory_analysis`.
+
+The step runs one op at a time, each waited for. After an op, every JAX array that the process holds is asked for its
+buffers, and each distinct buffer on the op's devices counts once, unless it was there before and is no input of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from ratrain_jax import compat
+from ratrain_jax.lowering.memory import memory_analysis
+from ratrain_jax.lowering.program import Free, Program
+from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.instructions import Bundle, Plan
+from ratrain_jax.runtime.merge import launch_order
+
+Buffers = set[tuple[int, int, int]]
+"""Device, address and bytes of each."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageCensus:
+    """Bytes alive on the first device of a stage, after each op of the stage's list.
+
+    Attributes:
+        predicted: by `memory_analysis`.
+        counted: in buffers.
+    """
+
+    predicted: tuple[int, ...]
+    counted: tuple[int, ...]
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest difference of the two after any op, as a share of the predicted peak."""
+        pairs = zip(self.predicted, self.counted, strict=True)
+        return max(abs(a - b) for a, b in pairs) / max(self.predicted)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryCensus:
+    """What was alive while a step ran. Scratch inside one op's executable is no array and is not counted.
+
+    Attributes:
+        stages: one series a stage.
+    """
+
+    stages: tuple[StageCensus, ...]
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest difference on any stage, as a share of its predicted peak."""
+        return max(stage.largest_difference for stage in self.stages)
+
+    def __str__(self) -> str:
+        lines = [f"{'most bytes a device':<22}{'predicted':>14}{'counted':>14}{'apart':>9}"]
+        for number, stage in enumerate(self.stages):
+            apart = f"{100 * stage.largest_difference:.2f} %"
+            most = max(stage.predicted), max(stage.counted)
+            lines.append(f"{f'stage {number}':<22}{most[0]:>14,}{most[1]:>14,}{apart:>9}")
+        return "\n".join(lines)
+
+
+def take_census(
+    program: Program,
+    groups: Sequence[Group],
+    plan: Plan,
+    table: dict[int, Bundle],
+) -> MemoryCensus:
+    """Runs a program op by op and counts.
+
+    Args:
+        program: a verified program.
+        groups: the devices of each stage.
+        plan: its instructions.
+        table: the program's inputs; afterwards its outputs.
+    """
+    jax.block_until_ready(table)
+    others = _buffers(groups, jax.live_arrays()) - _buffers(groups, jax.tree.leaves(table))
+    counted: list[list[int]] = [[] for _ in groups]
+    execute = {id(each.op): each.execute for thread in plan.threads for each in thread}
+    for op in launch_order(program):
+        if isinstance(op, Free):
+            table.pop(op.reads[0])
+        else:
+            made = execute[id(op)]([table[value] for value in (*op.reads, *op.waits)])
+            jax.block_until_ready(made)
+            table.update(zip(op.writes, made, strict=True))
+            for value in op.donates:
+                table.pop(value, None)
+            del made
+        alive = _buffers(groups, jax.live_arrays()) - others
+        for stage in op.stages:
+            device = groups[stage].devices[0].id
+            counted[stage].append(sum(size for where, _, size in alive if where == device))
+    series = memory_analysis(program).stages
+    return MemoryCensus(
+        tuple(
+            StageCensus(stage.series.total_after, tuple(found))
+            for stage, found in zip(series, counted, strict=True)
+        )
+    )
+
+
+def _buffers(groups: Sequence[Group], arrays: Iterable[Any]) -> Buffers:
+    """The arrays' buffers on the first device of each group."""
+    devices = {group.devices[0] for group in groups}
+    found: Buffers = set()
+    for array in arrays:
+        if array.is_deleted() or not array.nbytes or not array.sharding.device_set & devices:
+            continue
+        for shard in _physical(array).addressable_shards:
+            if shard.device in devices:
+                found.add((shard.device.id, shard.data.unsafe_buffer_pointer(), shard.data.nbytes))
+    return found
+
+
+def _physical(array: Any) -> Any:
+    """The numbers behind an array of typed keys."""
+    return jax.random.key_data(array) if compat.is_extended(array.dtype) else array
