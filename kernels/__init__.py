@@ -7,6 +7,7 @@ from ratrain_jax.kernels.attention_search import cost_attention as cost_attentio
 from ratrain_jax.kernels.attention_search import plan_attention as plan_attention
 from ratrain_jax.kernels.cost import KernelCost as KernelCost
 from ratrain_jax.kernels.cost import cost_gemm as cost_gemm
+from ratrain_jax.kernels.dot_general import Arithmetic as Arithmetic
 from ratrain_jax.kernels.dot_general import gemm_of as gemm_of
 from ratrain_jax.kernels.dot_general import vmac_dot_general as vmac_dot_general
 from ratrain_jax.kernels.emulator import emulate_gemm as emulate_gemm

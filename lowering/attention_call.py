@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ratrain_jax.errors import MachineError, OptionError
-from ratrain_jax.kernels import Attention, cost_attention, vmac_attention
-from ratrain_jax.kernels.dot_general import Arithmetic
+from ratrain_jax.kernels import Arithmetic, Attention, cost_attention, vmac_attention
 from ratrain_jax.lowering.attention_match import Extra, Finder, Labels, Match, is_causal
 from ratrain_jax.lowering.graph import Atom, Eqn
 from ratrain_jax.lowering.rewrite import constant

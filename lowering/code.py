@@ -145,7 +145,7 @@ class StepCode:
         where = (self.stage_of, self.block_of, self.data_parallel, self.microbatches, self.zero)
         digest.update(repr((where, self.regions.reduction, self.regions.joins)).encode())
         if self.routing is not None:
-            digest.update(repr(self.routing.machine).encode())
+            digest.update(repr(self.routing.arithmetic).encode())
         return digest.hexdigest()[:16]
 
     @property

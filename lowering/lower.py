@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from ratrain_jax.errors import UnsupportedError
-from ratrain_jax.kernels import Machine
+from ratrain_jax.kernels import Arithmetic, Machine
 from ratrain_jax.lowering.autodiff import differentiate
 from ratrain_jax.lowering.blocks import group_blocks
 from ratrain_jax.lowering.code import StepCode
@@ -32,7 +32,7 @@ def lower_step(
     settings: Settings,
     machine: Machine,
     boundaries: Sequence[str] | None = None,
-    kernels: Machine | None = None,
+    kernels: Arithmetic | None = None,
 ) -> tuple[StepCode, Program]:
     """Lowers a traced step.
 
@@ -41,7 +41,7 @@ def lower_step(
         settings: stages, schedule and switches.
         machine: what costs are counted for.
         boundaries: the first layer of each stage but stage 0; chosen unless given.
-        kernels: the accelerator whose kernels take the products; XLA takes all unless given.
+        kernels: how kernels compute the products that they take; XLA takes all unless given.
 
     Raises:
         StepError, LayoutError, MemoryLimitError: see each pass.
@@ -58,7 +58,7 @@ def compile_code(
     settings: Settings,
     machine: Machine,
     boundaries: Sequence[str] | None = None,
-    kernels: Machine | None = None,
+    kernels: Arithmetic | None = None,
 ) -> StepCode:
     """All passes that come before ops and their order."""
     opened, stacks = open_stacks(trace)
@@ -77,7 +77,7 @@ def _compile_opened(
     settings: Settings,
     machine: Machine,
     boundaries: Sequence[str] | None,
-    kernels: Machine | None,
+    kernels: Arithmetic | None,
 ) -> StepCode:
     parts = settings.data_parallel * settings.microbatches
     regions = split_step(

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 
 from ratrain_jax import compat
 from ratrain_jax.errors import MachineError
-from ratrain_jax.kernels import Machine, cost_gemm, gemm_of, vmac_dot_general
-from ratrain_jax.kernels.dot_general import Arithmetic
+from ratrain_jax.kernels import Arithmetic, cost_gemm, gemm_of, vmac_dot_general
 from ratrain_jax.lowering.attention_call import Call, attention_call
 from ratrain_jax.lowering.attention_match import Finder
 from ratrain_jax.lowering.cost import equation_costs
@@ -61,12 +60,12 @@ class Routing:
     """What a backend's kernels take of a loss.
 
     Attributes:
-        machine: the accelerator.
+        arithmetic: how the kernels compute.
         parts: products and attentions, in order.
         flops: of the whole forward pass, for one microbatch.
     """
 
-    machine: Machine
+    arithmetic: Arithmetic
     parts: tuple[Part, ...]
     flops: int
 
@@ -87,18 +86,17 @@ class Routing:
         return [*found, ("other", "no product", 0, rest)]
 
 
-def route(loss: Graph, params: int, machine: Machine) -> tuple[Graph, Routing]:
+def route(loss: Graph, params: int, arithmetic: Arithmetic) -> tuple[Graph, Routing]:
     """Gives a loss its kernels.
 
     Args:
         loss: a loss whose first inputs are the parameters.
         params: how many they are.
-        machine: what products are planned for; a machine with an accelerator.
+        arithmetic: how to plan and compute.
 
     Returns:
         The loss with kernels in it, and what became of each product.
     """
-    arithmetic = Arithmetic.of(machine, None, "fast")
     moving = dependent(loss, loss.invars[:params])
     writer = Rewriter(loss)
     halves = _Halves(loss, writer)
@@ -128,7 +126,7 @@ def route(loss: Graph, params: int, machine: Machine) -> tuple[Graph, Routing]:
         writer.replace(eqn.outvars[0], made)
     routed = writer.finish()
     costs = equation_costs(routed.eqns, routed.outvars)
-    return routed, Routing(machine, tuple(parts), sum(cost.flops for cost in costs))
+    return routed, Routing(arithmetic, tuple(parts), sum(cost.flops for cost in costs))
 
 
 def _attention_calls(loss: Graph, moving: set[Var], arithmetic: Arithmetic) -> dict[int, Call]:

@@ -75,7 +75,8 @@ class Lowered:
         from ratrain_jax.costs import CostAnalysis
 
         if machine is None:
-            machine = self.options.kernels() or "generic"
+            kernels = self.options.kernels()
+            machine = kernels.machine if kernels is not None else "generic"
         found = load_machine(machine) if isinstance(machine, str) else machine
         return CostAnalysis(
             found, layer_costs(self.code, self.program, found), self.code.routing

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ratrain_jax.errors import OptionError
-from ratrain_jax.kernels import Machine, load_machine
+from ratrain_jax.kernels import Arithmetic
 from ratrain_jax.lowering.program import Settings
 from ratrain_jax.lowering.schedules import SCHEDULES
 
@@ -65,7 +65,7 @@ class Options:
     devices: Sequence[Any] | None = None
     donate_state: bool = True
     state_layout: str = "stacked"
-    backend: str | Machine = "xla"
+    backend: str | Arithmetic = "xla"
 
     def __post_init__(self) -> None:
         for name in ("stages", "data_parallel", "microbatches"):
@@ -76,13 +76,7 @@ class Options:
             raise OptionError("zero=3 is costed by the planner but not run; use zero=1 or zero=2.")
         _one_of("zero", self.zero, (1, 2))
         _one_of("state_layout", self.state_layout, STATE_LAYOUTS)
-        if isinstance(self.backend, Machine):
-            if self.backend.accelerator is None:
-                raise OptionError(
-                    f"backend {self.backend.name!r} describes no accelerator to run kernels on;"
-                    " give one that does, or 'xla'."
-                )
-        else:
+        if not isinstance(self.backend, Arithmetic):
             _one_of("backend", self.backend, BACKENDS)
         if not isinstance(self.window, Window):
             raise OptionError(f"window must be a ratrain_jax.Window, got {self.window!r}.")
@@ -100,11 +94,11 @@ class Options:
         elif limit is not None:
             _at_least("memory_limit", limit, 1)
 
-    def kernels(self) -> Machine | None:
-        """The accelerator whose kernels take the products; None where XLA takes all."""
-        if isinstance(self.backend, Machine):
+    def kernels(self) -> Arithmetic | None:
+        """How kernels compute the products that they take; None where XLA takes all."""
+        if isinstance(self.backend, Arithmetic):
             return self.backend
-        return None if self.backend == "xla" else load_machine(self.backend)
+        return None if self.backend == "xla" else Arithmetic.of(self.backend, None, "fast")
 
     def settings(self) -> Settings:
         """The part of the options that a program depends on."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ratrain_jax.kernels import Machine, load_machine
+from ratrain_jax.kernels import Arithmetic, load_machine
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.options import Options, Window
@@ -49,7 +49,7 @@ class TrainStep:
         code, program = lower_step(
             trace,
             self.options.settings(),
-            kernels or load_machine("generic"),
+            kernels.machine if kernels is not None else load_machine("generic"),
             self.options.boundaries,
             kernels,
         )
@@ -93,7 +93,7 @@ def train_step(
     devices: Sequence[Any] | None = None,
     donate_state: bool = True,
     state_layout: str = "stacked",
-    backend: str | Machine = "xla",
+    backend: str | Arithmetic = "xla",
 ) -> Callable[[Callable[..., Any]], TrainStep]:
     """Decorates a train step so that it runs as a pipeline over `stages * data_parallel` devices.
 
@@ -120,7 +120,7 @@ def train_step(
             `jax.Array` each, gathered onto stage 0's devices after every step, or `"layers"` as a
             `ratrain_jax.StackedLeaf`, without a copy. Either form is taken in.
         backend: `"xla"`, or `"mt3000"` to send matrix products and attention through that machine's float16 kernels,
-            emulated on the CPU. A `ratrain_jax.kernels.Machine` with an accelerator of its own stands for itself.
+            emulated on the CPU. A `ratrain_jax.kernels.Arithmetic` chooses another machine, accumulator or exact bits.
 
     Returns:
         A decorator that gives a `TrainStep`.

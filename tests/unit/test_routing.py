@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from ratrain_jax.kernels import load_machine
+from ratrain_jax.kernels import Arithmetic
 from ratrain_jax.lowering.graph import as_function, inline
 from ratrain_jax.lowering.precision import hoist_casts
 from ratrain_jax.lowering.routing import route
 from tests.graphs import closed_of
 
-MACHINE = load_machine("mt3000")
+ARITHMETIC = Arithmetic.of("mt3000", "fp32", "fast")
 ROWS, LENGTH, HEADS, SIZE = 2, 12, 4, 8
 
 
 def routed(fun, *args):
     """The graph of `fun`, all arguments its parameters, with kernels; its routing; both as functions."""
     graph = inline(jax.make_jaxpr(fun)(*args))
-    ours, routing = route(graph, len(args), MACHINE)
+    ours, routing = route(graph, len(args), ARITHMETIC)
     return ours, routing, as_function(closed_of(ours))
 
 
@@ -249,7 +249,7 @@ def test_what_was_checkpointed_still_is():
     graph = inline(
         jax.make_jaxpr(jax.checkpoint(lambda w, x: jnp.sin(x @ w)))(draw(4, 4), draw(4, 4))
     )
-    ours, _ = route(graph, 1, MACHINE)
+    ours, _ = route(graph, 1, ARITHMETIC)
     kernel = [eqn for eqn in ours.eqns if eqn.primitive.name.startswith("custom_vjp_call")]
     assert len(kernel) == 1
     assert set(kernel[0].outvars) <= ours.checkpointed
