@@ -22,6 +22,7 @@ from ratrain_jax import compat
 from ratrain_jax.lowering.concatenations import FOLDS
 from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
 from ratrain_jax.lowering.opening import CUSTOM_CALLS, emit
+from ratrain_jax.lowering.shard_rules import ELEMENTWISE
 from ratrain_jax.lowering.slice_code import SPECIAL
 from ratrain_jax.lowering.slice_rules import (
     RULES,
@@ -67,7 +68,7 @@ class Slicer:
         self._env: dict[Var, Value] = {}
         self._stacked: dict[tuple[int, ...], tuple[Sliced, Atom]] = {}
         self._cuts: dict[tuple[Var, int], tuple[Atom, ...]] = {}
-        self._broadcasts: dict[Var, Eqn] = {}
+        self._uniform: dict[Var, Eqn] = {}
         self._source: Any = None
 
     def bind(self, var: Var, value: Value) -> None:
@@ -118,10 +119,11 @@ class Slicer:
             return self._cuts[key]
         if is_var(value) and value.aval.shape[0] == count:
             self.cut_leaves |= self.leaves.get(value, frozenset())
-        made = self._cut_broadcast(value, count)
-        if made is None and value.aval.shape[0] == 1:
+        if is_var(value) and value in self._uniform:
+            made = (self._uniform_slice(value),) * count
+        elif value.aval.shape[0] == 1:
             made = (self.make(lambda x: lax.squeeze(x, [0]), value),) * count
-        if made is None:
+        else:
             made = tuple(
                 self.make(lambda x, k=k: lax.index_in_dim(x, k, 0, keepdims=False), value)
                 for k in range(count)
@@ -130,17 +132,30 @@ class Slicer:
             self._cuts[key] = made
         return made
 
-    def _cut_broadcast(self, value: Value, count: int) -> tuple[Atom, ...] | None:
-        """The slices of an array that is the same along axis 0."""
-        eqn = self._broadcasts.get(value) if is_var(value) else None
-        if eqn is None:
-            return None
+    def _uniform_slice(self, var: Var) -> Atom:
+        """The one slice of an array that is the same along axis 0."""
+        eqn = self._uniform[var]
+        if eqn.primitive.name != "broadcast_in_dim":
+            operands = [self.cut(a, 1)[0] if a.aval.shape else a for a in eqn.invars]
+            out = compat.new_var(slice_type(var.aval))
+            self.add(eqn.replace(invars=operands, outvars=[out]))
+            return out
         dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"][1:]
         (operand,) = eqn.invars
         if operand.aval.shape == shape and dims == tuple(range(1, len(shape) + 1)):
-            return (operand,) * count
+            return operand
         lower = tuple(n - 1 for n in dims)
-        return (self.make(lambda x: lax.broadcast_in_dim(x, shape, lower), operand),) * count
+        return self.make(lambda x: lax.broadcast_in_dim(x, shape, lower), operand)
+
+    def _is_uniform(self, eqn: Eqn) -> bool:
+        """Whether the result is the same along axis 0, by how it is made."""
+        if not eqn.outvars[0].aval.shape:
+            return False
+        if eqn.primitive.name == "broadcast_in_dim":
+            return len(eqn.invars) == 1 and 0 not in eqn.params["broadcast_dimensions"]
+        arrays = [atom for atom in eqn.invars if atom.aval.shape]
+        elementwise = eqn.primitive.name in ELEMENTWISE and bool(arrays)
+        return elementwise and all(is_var(atom) and atom in self._uniform for atom in arrays)
 
     def _visit(self, eqn: Eqn, operands: list[Value]) -> Sequence[Value]:
         """The results of an equation, at least one of whose operands is sliced."""
@@ -226,10 +241,8 @@ class Slicer:
         self.eqns.append(eqn)
         if not eqn.outvars:
             return
-        out = eqn.outvars[0]
-        repeats = eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1
-        if repeats and out.aval.shape and 0 not in eqn.params["broadcast_dimensions"]:
-            self._broadcasts[out] = eqn
+        if self._is_uniform(eqn):
+            self._uniform[eqn.outvars[0]] = eqn
         for var in eqn.outvars:
             behind = [
                 self.leaves[atom]
