@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core as jex
 
@@ -204,6 +205,9 @@ def _digest_param(param: Any, update: Callable[[bytes], None]) -> None:
         for key in param:
             update(repr(key).encode())
             _digest_param(param[key], update)
+    elif isinstance(param, jax.Array) and compat.is_extended(param.dtype):
+        update(str(param.dtype).encode())
+        _digest_param(jax.random.key_data(param), update)
     elif isinstance(param, (np.ndarray, np.generic)) or hasattr(param, "__array__"):
         array = np.asarray(param)
         update(f"{array.dtype}{array.shape}".encode() + array.tobytes())

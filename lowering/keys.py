@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from ratrain_jax import compat
 from ratrain_jax.errors import OptionError, RandomKeyWarning, UnsupportedError
 from ratrain_jax.lowering.graph import Eqn, Graph, Var, inline, is_var, needed
-from ratrain_jax.lowering.labels import origin
+from ratrain_jax.lowering.labels import UNKNOWN, origin
 from ratrain_jax.lowering.opening import emit, rename
 
 Tree = TypeVar("Tree")
@@ -184,17 +184,31 @@ def warn_of_shared_keys(loss: Graph, split: Sequence[Var], parts: int) -> None:
     if parts == 1:
         return
     varying = set(split)
-    for eqn in needed(loss.eqns, loss.outvars, loss.invars)[0]:
+    eqns = needed(loss.eqns, loss.outvars, loss.invars)[0]
+    for eqn in eqns:
         if _holds(eqn, DRAWS) and varying.isdisjoint(filter(is_var, _keys(eqn) or eqn.invars)):
             warnings.warn(
                 f"the loss draws random numbers from a key that is the same for every rank and microbatch"
-                f" ({origin(eqn)}). Write `key = ratrain_jax.microbatch_key(key)` inside the loss.",
+                f" ({_place(eqn, eqns)}). Write `key = ratrain_jax.microbatch_key(key)` inside the loss.",
                 RandomKeyWarning,
                 stacklevel=2,
             )
             return
         if not varying.isdisjoint(filter(is_var, eqn.invars)):
             varying.update(eqn.outvars)
+
+
+def _place(draw: Eqn, eqns: Sequence[Eqn]) -> str:
+    """Where numbers are drawn: JAX draws in code of its own, so perhaps where their key is made, or where they are read."""
+    before = eqns[: eqns.index(draw)]
+    made = set(draw.outvars)
+    after = []
+    for eqn in eqns[len(before) + 1 :]:
+        if not made.isdisjoint(filter(is_var, eqn.invars)):
+            made.update(eqn.outvars)
+            after.append(eqn)
+    near = [draw, *reversed(needed(before, _keys(draw))[0]), *after]
+    return next((place for place in map(origin, near) if place != UNKNOWN), UNKNOWN)
 
 
 def _keys(eqn: Eqn) -> list[Any]:

@@ -329,6 +329,8 @@ def _constant_homes(
     }
 
 
+UNKNOWN = "in an unknown place"
+
 _OWN = Path(__file__).resolve().parent
 
 
@@ -339,4 +341,4 @@ def origin(eqn: Eqn) -> str:
         foreign = "site-packages" in frame.file_name or frame.file_name.startswith("<")
         if not foreign and not Path(frame.file_name).resolve().is_relative_to(_OWN):
             return f"{frame.file_name}:{frame.line_num}"
-    return "in an unknown place"
+    return UNKNOWN
