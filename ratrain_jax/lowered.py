@@ -78,9 +78,7 @@ class Lowered:
             kernels = self.options.kernels()
             machine = kernels.machine if kernels is not None else "generic"
         found = load_machine(machine) if isinstance(machine, str) else machine
-        return CostAnalysis(
-            found, layer_costs(self.code, self.program, found), self.code.routing
-        )
+        return CostAnalysis(found, layer_costs(self.code, self.program, found), self.code.routing)
 
     def compile(self) -> Compiled:
         """Compiles the program for its devices.
