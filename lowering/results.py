@@ -52,6 +52,7 @@ class Results:
 
 def ratio(total: Any, weight: Any) -> Any:
     """A sum over a weight, divided in at least float32, in the type of the sum."""
+    total, weight = jnp.asarray(total), jnp.asarray(weight)
     wide = _wide(total.dtype)
     return lax.div(total.astype(wide), weight.astype(wide)).astype(total.dtype)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ratrain_jax as rt
+from ratrain_jax.errors import LossError, OptionError
 from ratrain_jax.lowering.graph import inline
 from ratrain_jax.lowering.regions import find_loss
 
@@ -81,3 +82,117 @@ def test_closed_over_values_become_inputs_of_the_loss():
     region = find_loss(graph)
     assert len(region.invars) == 2
     assert not region.params["loss"].consts
+
+
+# Reductions outside a step.
+
+
+MASK = jnp.array([1.0, 0.0])
+
+
+def _rows(w, x):
+    return jnp.tanh(x @ w).sum(axis=-1) ** 2
+
+
+def _ratio(fun, has_aux):
+    def loss(*args):
+        (total, weight), aux = fun(*args) if has_aux else (fun(*args), None)
+        return (total / weight, aux) if has_aux else total / weight
+
+    return loss
+
+
+WEIGHTED = {
+    "float weight": lambda w, x: ((_rows(w, x) * MASK).sum(), MASK.sum()),
+    "integer weight": lambda w, x: (_rows(w, x).sum(), jnp.int32(x.shape[0])),
+    "number": lambda w, x: (_rows(w, x).sum(), 4),
+    "weight of the shape": lambda w, x: (_rows(w, x).sum(), jnp.ones_like(_rows(w, x)).sum()),
+    "stopped": lambda w, x: (_rows(w, x).sum(), jax.lax.stop_gradient(_rows(w, x)).sum()),
+    "moving": lambda w, x: (_rows(w, x).sum(), 1 + (w**2).sum()),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("which", WEIGHTED)
+def test_outside_a_step_a_weighted_loss_is_its_sum_over_its_weight(which, has_aux, wrap):
+    def fun(w, x):
+        out = WEIGHTED[which](w, x)
+        return (out, {"rows": x.sum(0)}) if has_aux else out
+
+    options = {"has_aux": has_aux, "argnums": (0, 1) if which == "float weight" else 0}
+    theirs = jax.value_and_grad(_ratio(fun, has_aux), **options)(W, X)
+    _equal(wrap(rt.value_and_grad(fun, reduction="weighted", **options))(W, X), theirs)
+    ((value, *aux), grads) = theirs if has_aux else ((theirs[0],), theirs[1])
+    del value
+    ours = wrap(rt.grad(fun, reduction="weighted", **options))(W, X)
+    _equal(ours, (grads, *aux) if has_aux else grads)
+
+
+def test_a_weight_is_of_the_batch_if_no_gradient_flows_to_it():
+    def refusals(which):
+        step = rt.grad(WEIGHTED[which], reduction="weighted")
+        graph = inline(jax.make_jaxpr(step)(W, X))
+        return [eqn for eqn in graph.eqns if eqn.primitive.name == "ratrain_refused_loss"]
+
+    assert {which: bool(refusals(which)) for which in WEIGHTED} == {
+        which: which == "moving" for which in WEIGHTED
+    }
+
+
+def test_a_weight_in_a_loop_beside_what_moves():
+    """Dependence is that of the derivative: a loop's carry mixes nothing that does not flow."""
+
+    def loss(w, x):
+        def body(carry, row):
+            total, weight = carry
+            return (total + jnp.tanh(row @ w).sum(), weight + jnp.abs(row).sum()), None
+
+        return jax.lax.scan(body, (0.0, 0.0), x)[0]
+
+    graph = inline(jax.make_jaxpr(rt.grad(loss, reduction="weighted"))(W, X))
+    assert find_loss(graph).params["reduction"] == "weighted"
+
+
+def test_outside_a_step_a_sum_is_jax_s_own():
+    _equal(
+        jax.jit(rt.value_and_grad(_loss, reduction="sum"))(W, X), jax.value_and_grad(_loss)(W, X)
+    )
+
+
+def test_a_weighted_loss_keeps_the_type_of_its_sum():
+    def loss(w):
+        return (w * jnp.float16(60000)).sum(), jnp.int32(100000)
+
+    for call in (rt.value_and_grad(loss, reduction="weighted"), None):
+        call = call or jax.jit(rt.value_and_grad(loss, reduction="weighted"))
+        value, grad = call(jnp.ones(1, jnp.float16))
+        assert value.dtype == grad.dtype == jnp.float16
+        np.testing.assert_allclose([value, grad[0]], 0.6, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda w: w.sum(), r"must return \(sum, weight\)"),
+        (lambda w: (w.sum(), 1.0, 2.0), r"must return \(sum, weight\)"),
+        (lambda w: (w.sum(), w[0]), r"weight of the loss is float32\[3\]"),
+        (lambda w: (w.sum(), w.sum() > 0), r"weight of the loss is bool\[\]"),
+        (lambda w: (w[0], 1.0), "only a scalar"),
+        (lambda w: (3, 1.0), "dtype int32"),
+    ],
+)
+def test_what_a_weighted_loss_must_return(loss, words):
+    for call in (rt.grad(loss, reduction="weighted"), jax.jit(rt.grad(loss, reduction="weighted"))):
+        with pytest.raises(LossError, match=words):
+            call(W)
+
+
+def test_an_auxiliary_value_in_the_wrong_place():
+    with pytest.raises(LossError, match=r"\(\(sum, weight\), aux\)"):
+        rt.grad(lambda w: (w.sum(), 1.0), has_aux=True, reduction="weighted")(W)
+
+
+def test_an_unknown_reduction():
+    with pytest.raises(OptionError, match=r"'median' is not known.*'mean', 'sum', 'weighted'"):
+        rt.value_and_grad(_loss, reduction="median")
