@@ -268,6 +268,10 @@ def _of_update(program: Program, op: Any) -> Iterator[str]:
     yield from _of_layer(program, op)
     if not 0 <= op.phase <= len(program.reductions):
         yield f"has phase {op.phase}, with {len(program.reductions)} reductions"
+    elif op.layer is None:
+        for reduction in program.reductions[: op.phase]:
+            if op.stage not in reduction.stages:
+                yield f"has phase {op.phase}, but its stage does not get reduction {reduction.phase}"
 
 
 _ATTRIBUTES: Final[dict[type[Op], Callable[[Program, Any], Iterator[str]]]] = {

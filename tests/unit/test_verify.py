@@ -361,6 +361,22 @@ def test_recover_waits_for_the_incoming_cotangent(recovering):
     refused(wrong, "with recovery 'forward' it waits for nothing")
 
 
+def test_backward_waits_for_the_last_microbatches_sync():
+    program = make_program(zero=2)
+    op = op_of(program, Backward, 0, microbatch=1)
+    assert op.waits
+    message = "waits for nothing; with zero=2 it waits for the gradient shard of"
+    refused(replaced(program, op, waits=()), message)
+    op = op_of(program, Forward, 0, microbatch=1)
+    refused(replaced(program, op, waits=op.reads[:1]), "only Recover and Backward may")
+
+
+def test_replicated_update_behind_a_reduction_that_its_stage_does_not_get():
+    program = make_program(schedule="1f1b")
+    op = op_of(program, UpdateShard, 0, layer=None)
+    refused(replaced(program, op, phase=1), "its stage does not get reduction 1")
+
+
 def test_row_that_does_not_fit_the_value(program):
     number = op_of(program, Forward, 0, layers=(1, 3), microbatch=1).writes[0]
     for field, value, message in (
