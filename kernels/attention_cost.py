@@ -77,23 +77,34 @@ class Steps:
     passes: int
 
 
+def row_tiles(shape: Attention, plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows of each tile of one head, and how many keys its last row sees."""
+    starts = np.arange(0, shape.rows, plan.block_q)
+    ends = np.minimum(starts + plan.block_q, shape.rows)
+    last = np.where(ends % shape.queries == 0, shape.queries, ends % shape.queries)
+    # A tile that spans two heads' queries sees as far as the longer of them.
+    last = np.where((ends - 1) // shape.queries != starts // shape.queries, shape.queries, last)
+    seen = np.minimum(last, shape.keys) if shape.causal else np.full(len(starts), shape.keys)
+    return ends - starts, seen
+
+
+def slices_at_once(plan: AttentionPlan, cores: int, lanes: int) -> int:
+    """Returns the registers of keys that all cores of a head own at a time, backward."""
+    return cores // plan.groups * ceil_div(plan.block_k, lanes)
+
+
 @functools.lru_cache(maxsize=65536)
 def steps(shape: Attention, plan: AttentionPlan, cores: int, lanes: int) -> Steps:
     """Counts the tiles of one head, skipping what causality masks."""
     team = cores // plan.groups
-    tiles = ceil_div(shape.rows, plan.block_q)
-    ends = np.minimum((np.arange(tiles) + 1) * plan.block_q, shape.rows)
-    last = np.where(ends % shape.queries == 0, shape.queries, ends % shape.queries)
-    # A tile that spans two heads' queries sees as far as the longer of them.
-    spans = (ends - 1) // shape.queries != (ends - plan.block_q).clip(0) // shape.queries
-    last = np.where(spans, shape.queries, last)
-    seen = np.minimum(last, shape.keys) if shape.causal else np.full(tiles, shape.keys)
+    _, seen = row_tiles(shape, plan)
+    tiles = len(seen)
     if plan.which == "forward":
         blocks = ceil_div(seen, plan.block_k)
         by_core = [int(blocks[core::team].sum()) for core in range(min(team, tiles))]
         return Steps(max(by_core), max(by_core), ceil_div(tiles, team))
     slices = ceil_div(seen, lanes)
-    at_once = team * (ceil_div(plan.block_k, lanes))
+    at_once = slices_at_once(plan, cores, lanes)
     passes = ceil_div(ceil_div(shape.keys, lanes), at_once)
     total = count = 0
     for turn in range(passes):
@@ -113,10 +124,8 @@ def cost_attention_plan(shape: Attention, machine: Machine, plan: AttentionPlan)
     accelerator = accelerator_of(machine)
     count = steps(shape, plan, accelerator.cores, accelerator.lanes(HALF))
     cycles = {"forward": _forward_cycles, "backward": _backward_cycles}[plan.which]
-    moved = _forward_bytes
-    if plan.which == "backward":
-        moved = functools.partial(_backward_bytes, team=accelerator.cores // plan.groups)
-    one = moved(shape, plan, count)
+    moved = {"forward": _forward_bytes, "backward": _backward_bytes}[plan.which]
+    one = moved(shape, plan, machine)
     transfers = {kind: total * shape.count for kind, total in one.items() if total}
     rounds = ceil_div(shape.count, plan.groups)
     compute = rounds * cycles(shape, plan, count, machine) / accelerator.clock
@@ -149,47 +158,50 @@ def _backward_cycles(shape: Attention, plan: AttentionPlan, count: Steps, machin
     return ceil_div(tile * count.slices, slices)
 
 
-def _forward_bytes(shape: Attention, plan: AttentionPlan, count: Steps) -> dict[Transfer, int]:
-    """Bytes of one head. Every round of row tiles has keys and values pass by once."""
-    rows, size = shape.rows, shape.head_size
-    scores = _computed_scores(shape, plan)
+def _forward_bytes(shape: Attention, plan: AttentionPlan, machine: Machine) -> dict[Transfer, int]:
+    """Bytes of one head. Every round of row tiles has the keys and values that it sees pass by once."""
+    team = accelerator_of(machine).cores // plan.groups
+    rows, seen = row_tiles(shape, plan)
+    seen = np.minimum(ceil_div(seen, plan.block_k) * plan.block_k, shape.keys)
+    streamed = sum(int(seen[at : at + team].max()) for at in range(0, len(seen), team))
+    scores, size = int((rows * seen).sum()), shape.head_size
     return {
-        ("DDR", "SM", "point"): rows * size * HALF,
-        ("DDR", "AM", "broadcast"): count.passes * 2 * shape.keys * size * HALF,
+        ("DDR", "SM", "point"): shape.rows * size * HALF,
+        ("DDR", "AM", "broadcast"): streamed * 2 * size * HALF,
         ("DDR", "AM", "point"): scores * HALF * shape.bias,
         ("AM", "SM", "point"): scores * HALF,
-        ("AM", "DDR", "point"): rows * (size * HALF + WIDE),
+        ("AM", "DDR", "point"): shape.rows * (size * HALF + WIDE),
     }
 
 
-def _backward_bytes(
-    shape: Attention, plan: AttentionPlan, count: Steps, team: int
-) -> dict[Transfer, int]:
-    """Bytes of one head. O is read once, for D; Q, dO, the log-sum-exp and D in every pass."""
-    rows, size = shape.rows, shape.head_size
-    scores = _computed_scores(shape, plan)
-    between = (count.passes - 1) * rows * size * WIDE
+def _backward_bytes(shape: Attention, plan: AttentionPlan, machine: Machine) -> dict[Transfer, int]:
+    """Bytes of one head.
+
+    O is read once, for D; Q, dO, the log-sum-exp and D in every pass in which a row tile sees keys. Each core that has
+    some of them adds a share of dQ, which waits in DDR between the passes.
+    """
+    accelerator = accelerator_of(machine)
+    lanes = accelerator.lanes(HALF)
+    team, at_once = accelerator.cores // plan.groups, slices_at_once(plan, accelerator.cores, lanes)
+    rows, seen = row_tiles(shape, plan)
+    slices, size = ceil_div(seen, lanes), shape.head_size
+    turns = ceil_div(slices, at_once)
+    read = int((rows * turns).sum())
+    between = (read - shape.rows) * size * WIDE
+    here = [np.clip(slices - turn * at_once, 0, at_once) for turn in range(int(turns.max()))]
+    shares = sum(int((rows * np.minimum(count, team)).sum()) for count in here)
+    scores = int((rows * np.minimum(slices * lanes, shape.keys)).sum())
     return {
-        ("DDR", "SM", "broadcast"): count.passes * rows * (2 * size * HALF + 2 * WIDE),
+        ("DDR", "SM", "broadcast"): read * (2 * size * HALF + 2 * WIDE),
         ("DDR", "AM", "point"): 2 * shape.keys * size * HALF
-        + rows * size * HALF
+        + shape.rows * size * HALF
         + between
         + scores * HALF * shape.bias,
         ("AM", "SM", "point"): scores * HALF,
-        ("AM", "GSM", "point"): team * count.passes * rows * size * WIDE,
-        ("GSM", "DDR", "point"): between + rows * size * HALF,
-        ("AM", "DDR", "point"): 2 * shape.keys * size * HALF + rows * WIDE,
+        ("AM", "GSM", "point"): shares * size * WIDE,
+        ("GSM", "DDR", "point"): between + shape.rows * size * HALF,
+        ("AM", "DDR", "point"): 2 * shape.keys * size * HALF + shape.rows * WIDE,
     }
-
-
-def _computed_scores(shape: Attention, plan: AttentionPlan) -> int:
-    """Scores of one head that are computed: whole tiles of rows, up to the diagonal."""
-    if not shape.causal:
-        return shape.rows * shape.keys
-    starts = np.arange(0, shape.queries, plan.block_q)
-    seen = np.minimum(np.minimum(starts + plan.block_q, shape.queries), shape.keys)
-    rows = np.minimum(plan.block_q, shape.queries - starts)
-    return int((rows * seen).sum()) * (shape.heads // shape.kv_heads)
 
 
 def _assemble(
