@@ -11,7 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import ratrain_jax as rt
-from ratrain_jax.errors import BatchError, StateError, StepError
+from ratrain_jax.errors import BatchError, RandomKeyWarning, StateError, StepError
 from ratrain_jax.lowering.program import Backward, GradSync
 from tests.training import differing, named_leaves, train
 
@@ -432,7 +432,10 @@ def test_a_prologue_computes_on_the_batch():
 
 
 def test_keys_in_the_batch():
-    """A typed key passes whole; a raw one stands in an argument that is not cut."""
+    """A typed key passes whole; a raw one stands in an argument that is not cut.
+
+    All rows share their numbers here, so that the plain step is a reference; a user is warned of that.
+    """
 
     def step(state, batch, raw, value_and_grad=rt.value_and_grad):
         first, second = jax.random.split(batch["key"])
@@ -452,7 +455,8 @@ def test_keys_in_the_batch():
         return {**make_batch(seed), "key": jax.random.key(seed)}, raw
 
     batches = [batch(seed) for seed in range(STEPS)]
-    assert_same(step, make_params(), *batches, **TWO_BY_TWO, batch_argnums=(1,))
+    with pytest.warns(RandomKeyWarning, match="same for every rank and microbatch"):
+        assert_same(step, make_params(), *batches, **TWO_BY_TWO, batch_argnums=(1,))
 
 
 def test_arrays_that_the_loss_closes_over():
