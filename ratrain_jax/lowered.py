@@ -14,6 +14,7 @@ from ratrain_jax.lowering.op_costs import layer_costs
 from ratrain_jax.lowering.program import Program
 from ratrain_jax.lowering.text import as_text
 from ratrain_jax.options import Options
+from ratrain_jax.stacked_state import StackedState, stacked_state
 from ratrain_jax.tracing import Signature
 
 if TYPE_CHECKING:
@@ -50,10 +51,18 @@ class Lowered:
         return grid(self.program)
 
     def summary(self) -> str:
-        """The layers and the stages that they are in, as a table."""
+        """The layers and the stages that they are in, as a table; and what it costs to put stacked leaves together."""
         from ratrain_jax.tables import layer_table
 
-        return layer_table(self.program)
+        stacked = self.stacked_state() if self.options.state_layout == "stacked" else None
+        return layer_table(self.program) + (f"\n\n{stacked}" if stacked else "")
+
+    def stacked_state(self) -> StackedState | None:
+        """The bytes of the state's stacked leaves; `state_layout="stacked"` puts them together after every step.
+
+        They are no part of `memory_analysis`, which ends with the program's last op.
+        """
+        return stacked_state(self.code)
 
     def memory_analysis(self) -> MemoryAnalysis:
         """Bytes on each device of every stage over the step, by kind, with the op at the peak."""

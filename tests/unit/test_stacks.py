@@ -130,6 +130,19 @@ def test_a_step_without_stacks_is_left_as_it_is():
     assert new is trace and stacks is None
 
 
+def test_what_putting_the_state_together_costs():
+    """Two of the three layers' kernels, biases, scales and their momenta are on the second stage."""
+    lowered = lower(mlp_case(LAYERS), boundaries=["layers/1"])
+    cost, layer = lowered.stacked_state(), 4 * (8 * 8 + 8 + 1) * 2
+    assert (cost.leaves, cost.bytes, cost.moved) == (6, 3 * layer, 2 * layer)
+    assert cost.device_bytes == cost.bytes
+    assert "6 stacked leaves of the state, 0.002 MB, are put together" in lowered.summary()
+    shared = lower(mlp_case(LAYERS), data_parallel=2, state_layout="layers")
+    assert shared.stacked_state().device_bytes == 3 * 4 * (4 * 8 + 4 + 1) * 2
+    assert "put together" not in shared.summary()
+    assert lower(unrolled_case()).stacked_state() is None
+
+
 # What stays whole.
 
 
