@@ -26,9 +26,10 @@ from text_data import batches, read_sources
 from train_gpt import GPT
 
 import ratrain_jax as rt
-from ratrain_jax.kernels import Arithmetic
+from ratrain_jax.kernels import Arithmetic, vmac_dot_general
 
 LOSS_SCALE = 1024.0
+DEPTHS = (64, 1024, 16384)
 Step = Callable[..., Any]
 
 
@@ -109,6 +110,31 @@ def on_backend(
     return decorate(train_step)
 
 
+def show_sums() -> None:
+    """Prints how far sums of random products are from float64's, in the machine's own bits."""
+    rng = np.random.default_rng(0)
+    print(f"{'error of sums of K products':28}{'fp32':>10}{'promote':>10}{'fp16':>10}")
+    for depth in DEPTHS:
+        a, b = (
+            rng.standard_normal(shape).astype(np.float16) for shape in ((16, depth), (depth, 16))
+        )
+        wanted = a.astype(np.float64) @ b.astype(np.float64)
+        found = []
+        for accumulator in ("fp32", "promote", "fp16"):
+            numbers = (((1,), (0,)), ((), ()))
+            made = vmac_dot_general(
+                jnp.asarray(a),
+                jnp.asarray(b),
+                numbers,
+                preferred_element_type=jnp.float32,
+                accumulator=accumulator,
+                mode="exact",
+            )
+            error = np.asarray(made, np.float64) - wanted
+            found.append(np.sqrt((error**2).mean() / (wanted**2).mean()))
+        print(f"K = {depth:<24}" + "".join(f"{error:10.1e}" for error in found))
+
+
 def main() -> None:
     """Trains all runs and prints how far apart they are."""
     parser = argparse.ArgumentParser(description="Trains a GPT on the MT-3000 backend.")
@@ -143,6 +169,7 @@ def main() -> None:
     ratrain, one_f = found["fp32, ratrain"], found["fp32, 1f1b"]
     same = ratrain[0] == one_f[0] and same_bits(ratrain[1], one_f[1])
     print(f"1f1b and ratrain equal to the last bit: {same}")
+    show_sums()
 
 
 if __name__ == "__main__":
