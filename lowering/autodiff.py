@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
+from ratrain_jax import compat
 from ratrain_jax.lowering.graph import (
     Graph,
     as_function,
@@ -62,6 +63,60 @@ def differentiate(layer: Layer, variables: Sequence[LossVariable]) -> LayerCode:
     """
     forward, backward = _trace(layer, variables)
     return _link(layer, forward, backward)
+
+
+def differentiate_all(
+    layers: Sequence[Layer], variables: Sequence[LossVariable]
+) -> tuple[LayerCode, ...]:
+    """As `differentiate` for each layer, but equal layers are traced and linked once.
+
+    Layers that hold custom differentiation rules are always traced: their rules cannot be compared.
+    """
+    known: dict[Any, tuple[Layer, LayerCode]] = {}
+    codes = []
+    for layer in layers:
+        key = None if _has_functions(layer.program) else _key(layer, variables)
+        if key in known:
+            codes.append(_renumbered(layer, *known[key]))
+            continue
+        codes.append(differentiate(layer, variables))
+        if key is not None:
+            known[key] = (layer, codes[-1])
+    return tuple(codes)
+
+
+def _key(layer: Layer, variables: Sequence[LossVariable]) -> tuple[Any, ...]:
+    roles = tuple((variables[n].differentiable, variables[n].role) for n in layer.outputs)
+    counts = (len(layer.reads), len(layer.operands))
+    moving = tuple(_differentiable(layer.inputs, variables))
+    return (fingerprint(layer.program), counts, moving, roles)
+
+
+def _has_functions(closed: jex.ClosedJaxpr) -> bool:
+    """Whether an equation holds a Python function."""
+
+    def among(param: Any) -> bool:
+        if isinstance(param, (jex.Jaxpr, jex.ClosedJaxpr)):
+            return _has_functions(compat.as_closed(param))
+        if isinstance(param, (tuple, list)):
+            return any(map(among, param))
+        return callable(param) and not isinstance(param, type)
+
+    return any(among(param) for eqn in closed.jaxpr.eqns for param in eqn.params.values())
+
+
+def _renumbered(layer: Layer, twin: Layer, code: LayerCode) -> LayerCode:
+    """The code of an equal layer, with the numbers of this one."""
+
+    def numbers(theirs: Sequence[int], ours: Sequence[int], chosen: Sequence[int]) -> Any:
+        return tuple(ours[theirs.index(n)] for n in chosen)
+
+    return dataclasses.replace(
+        code,
+        backward_reads=numbers(twin.reads, layer.reads, code.backward_reads),
+        backward_operands=numbers(twin.operands, layer.operands, code.backward_operands),
+        backward_inputs=numbers(twin.inputs, layer.inputs, code.backward_inputs),
+    )
 
 
 def _differentiable(numbers: Sequence[int], variables: Sequence[LossVariable]) -> list[bool]:

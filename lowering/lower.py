@@ -9,7 +9,7 @@ from jax.extend import core as jex
 
 from ratrain_jax.errors import UnsupportedError
 from ratrain_jax.kernels import Arithmetic, Machine
-from ratrain_jax.lowering.autodiff import differentiate
+from ratrain_jax.lowering.autodiff import differentiate_all
 from ratrain_jax.lowering.blocks import group_blocks
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.graph import cut, needed
@@ -95,7 +95,7 @@ def _compile_opened(
         machine=machine,
     )
     stage_of = split_stages(layered, settings.stages, machine=machine, boundaries=boundaries)
-    codes = tuple(differentiate(layer, layered.variables) for layer in layered.layers)
+    codes = differentiate_all(layered.layers, layered.variables)
     if kernels is not None:
         codes = tuple(map(narrow_residuals, codes))
     owners = {p: n for n, layer in enumerate(layered.layers) for p in layer.owned}

@@ -86,13 +86,19 @@ def value_and_grad(
         leaves, tree = jax.tree.flatten(wanted)
         if not any(compat.is_tracer(leaf) for leaf in leaves):
             return plain(*args, **kwargs)
-        # JAX's own checks of the loss and its arguments, with JAX's own messages.
-        (_, grads_shape) = jax.eval_shape(
-            lambda chosen: plain(*_with(args, numbers, chosen), **kwargs), wanted
+        # JAX's own checks of the arguments, with JAX's own messages, but without a trace of the loss.
+        constant = jax.value_and_grad(lambda *_: jnp.zeros(()), argnums=argnums)
+        _, grads_shape = jax.eval_shape(
+            lambda chosen: constant(*_with(args, numbers, chosen)), wanted
         )
 
         def flat_loss(*flat: Any) -> Any:
-            out = fun(*_with(args, numbers, tree.unflatten(flat)), **kwargs)
+            full = _with(args, numbers, tree.unflatten(flat))
+            out = fun(*full, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                return plain(*full, **kwargs)  # for JAX's own message
+            loss = _divided(lambda: out, has_aux) if weighted else lambda: out
+            _checked(loss, has_aux)()
             return out if has_aux else (out, ())
 
         def refused(how: str) -> Any:

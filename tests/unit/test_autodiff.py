@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ratrain_jax as rt
 from ratrain_jax.kernels import load_machine
-from ratrain_jax.lowering.autodiff import differentiate
+from ratrain_jax.lowering import autodiff
+from ratrain_jax.lowering.autodiff import differentiate, differentiate_all
 from ratrain_jax.lowering.graph import as_function, inline
 from ratrain_jax.lowering.layers import find_layers
 
@@ -118,3 +120,28 @@ def test_cotangents_keep_the_compute_dtype(dtype):
     )
     code = differentiate(layered.layers[1], layered.variables)
     assert code.backward.out_avals[-1].dtype == dtype
+
+
+@pytest.mark.parametrize(("activation", "traced"), [(jnp.tanh, 3), (_clipped, 6)])
+def test_equal_layers_are_traced_once_unless_they_hold_custom_rules(
+    activation, traced, monkeypatch
+):
+    def loss(*args):
+        *weights, x = args
+        for n, w in enumerate(weights):
+            x = rt.layer(x, f"layer_{n}")
+            x = activation(x @ w) + x
+        return jnp.mean(x * x)
+
+    weights = [jnp.eye(4) * n for n in range(6)]
+    graph = inline(jax.make_jaxpr(loss)(*weights, jnp.ones((2, 4))))
+    paths = [(f"w{n}",) for n in range(6)]
+    layered = find_layers(graph, paths, operands=1, stages=6, machine=load_machine("generic"))
+    alone = [differentiate(layer, layered.variables) for layer in layered.layers]
+    calls, trace = [], autodiff._trace
+    monkeypatch.setattr(autodiff, "_trace", lambda *args: calls.append(0) or trace(*args))
+    together = differentiate_all(layered.layers, layered.variables)
+    assert len(calls) == traced  # the first, those between, and the last differ
+    for one, other in zip(alone, together, strict=True):
+        for name in ("fingerprint", "backward_reads", "backward_operands", "backward_inputs"):
+            assert getattr(one, name) == getattr(other, name)
