@@ -9,6 +9,7 @@ Reverse-mode differentiation never meets the primitives: custom rules around the
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,12 +57,14 @@ def define(name: str, run: Callable[..., Sequence[jax.Array]], kernel: Kernel) -
     # A jit of its own keeps equal kernels of one program one function.
     shared = jax.jit(run, static_argnames="spec")
 
+    @functools.lru_cache(maxsize=1024)
+    def results(given: tuple[tuple[tuple[int, ...], Any], ...], spec: Any) -> list[Any]:
+        args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given]
+        made = jax.eval_shape(lambda *args: list(run(*args, spec=spec)), *args)
+        return [jax.core.ShapedArray(one.shape, one.dtype) for one in made]
+
     def types(*avals: Any, spec: Any) -> list[Any]:
-        shapes = jax.eval_shape(
-            lambda *args: list(run(*args, spec=spec)),
-            *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
-        )
-        return [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in shapes]
+        return results(tuple((aval.shape, aval.dtype) for aval in avals), spec)
 
     def batch(args: Any, dims: Any, *, spec: Any) -> tuple[Any, Any]:
         results = jax.vmap(lambda *xs: shared(*xs, spec=spec), in_axes=tuple(dims))(*args)
