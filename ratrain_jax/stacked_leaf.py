@@ -66,8 +66,8 @@ class StackedLeaf:
         return sum(part.nbytes for part in self.slices)
 
     def is_deleted(self) -> bool:
-        """Whether any of its arrays was used up."""
-        return any(part.is_deleted() for part in self.slices)
+        """Whether any of its arrays was used up; numpy's never are."""
+        return any(not isinstance(p, np.ndarray) and p.is_deleted() for p in self.slices)
 
     def __len__(self) -> int:
         return len(self.slices)

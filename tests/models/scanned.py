@@ -76,10 +76,11 @@ def residual_layer(x: jax.Array, layer: Any) -> jax.Array:
     return x + layer["scale"] * jnp.tanh(x @ layer["kernel"] + layer["bias"])
 
 
-def scanned_mlp(params: Any, x: jax.Array, reverse: bool = False) -> jax.Array:
+def scanned_mlp(params: Any, x: jax.Array, reverse: bool = False, remat: bool = False) -> jax.Array:
     """An MLP with skips over stacked layers; `scale` is a scalar a layer."""
     x = x @ params["first"]
-    x, _ = lax.scan(lambda x, p: (residual_layer(x, p), None), x, params["layers"], reverse=reverse)
+    layer = jax.checkpoint(residual_layer) if remat else residual_layer
+    x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"], reverse=reverse)
     return x @ params["last"]
 
 

@@ -67,6 +67,6 @@ def test_is_no_operand_of_jax_numpy(leaf):
 
 
 def test_says_when_a_layer_was_used_up(leaf):
-    assert not leaf.is_deleted()
+    assert not leaf.is_deleted() and not rt.StackedLeaf(list(WHOLE)).is_deleted()
     leaf[2].delete()
     assert leaf.is_deleted()
