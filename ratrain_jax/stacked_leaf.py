@@ -67,7 +67,8 @@ class StackedLeaf:
 
     def is_deleted(self) -> bool:
         """Whether any of its arrays was used up; numpy's never are."""
-        return any(not isinstance(p, np.ndarray) and p.is_deleted() for p in self.slices)
+        parts = (p for p in self.slices if isinstance(p, (jax.Array, StackedLeaf)))
+        return any(part.is_deleted() for part in parts)
 
     def __len__(self) -> int:
         return len(self.slices)
