@@ -30,11 +30,11 @@ def run(*arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("script", ["train_gpt.py", "llama.py"])
+@pytest.mark.parametrize("script", ["train_gpt.py", "llama.py", "nnx_gpt.py"])
 def test_a_script_trains(script):
     small = ("--length", "16", "--batch-size", "8", "--microbatches", "2", "--steps", "20")
     text = run(script, "--stages", "2", "--schedule", "1f1b", *small)
-    assert {"0", "1"} <= {line.split()[0] for line in text.splitlines() if "block_" in line}
+    assert {"0", "1"} <= {line.split()[0] for line in text.splitlines() if "block" in line}
     first, last = map(float, re.findall(r"loss (\d+\.\d+)$", text, re.MULTILINE))
     assert last < first
 
