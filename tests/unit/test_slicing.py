@@ -66,6 +66,7 @@ PER_SLICE = {
     "cast": lambda x: x.astype(jnp.bfloat16),
     "same for all": lambda x: x + W[None],
     "constant": lambda x: x * jnp.arange(L, dtype=jnp.float32)[:, None, None],
+    "made of a constant": lambda x: x * (jnp.arange(L, dtype=jnp.float32)[:, None, None] + 1),
     "zeros": lambda x: x + jnp.zeros_like(x),
     "reduce inner": lambda x: x.mean(axis=(1, 2)),
     "keep dims": lambda x: x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True)),
