@@ -15,7 +15,8 @@ from examples.text_data import VOCABULARY, batches, read_sources
 from ratrain_jax.errors import OptionError
 from ratrain_jax.kernels import Arithmetic
 from ratrain_jax.lowering.program import Kind
-from tests.models.case import linen_case
+from tests.models import CASES
+from tests.models.case import OPTIMIZERS, linen_case
 from tests.models.gpt import GPT, loss
 from tests.training import differing, train
 
@@ -102,6 +103,29 @@ def test_all_products_and_attentions_of_the_model_are_kernels(state):
     assert kinds.count("dot_general") == 2 * 6 + 1
     assert not any(part.reason for part in routing.parts)
     assert routing.share > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "attentions"),
+    [("encoder_decoder", 6), ("vit", 4), ("llama", 4), ("nnx", 4), ("unet", 0), ("lstm", 0)],
+)
+def test_other_models_lower_with_every_attention_a_kernel_and_a_reason_for_the_rest(
+    name, attentions
+):
+    case, optimizer = CASES[name], OPTIMIZERS["adamw"]()
+    step = case.make_step(optimizer, rt.value_and_grad)
+    found = rt.train_step(stages=2, microbatches=2, backend="mt3000")(step).lower(
+        case.make_state(optimizer), case.make_batch(0, 4)
+    )
+    routing = found.code.routing
+    assert [part.kind for part in routing.parts].count("attention") == attentions
+    reasons = {part.reason for part in routing.parts} - {""}
+    assert reasons == {
+        "vit": {"not a matrix product"},
+        "unet": {"not a matrix product"},
+        "lstm": {"inside a scan"},
+    }.get(name, set())
+    assert all(reason in str(found.cost_analysis()) for reason in reasons)
 
 
 def test_an_unknown_backend_is_refused_with_the_choices():
