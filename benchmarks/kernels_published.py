@@ -18,7 +18,7 @@ from ratrain_jax.kernels import (
     load_machine,
 )
 from ratrain_jax.kernels.gemm_cost import times
-from ratrain_jax.kernels.gemm_plan import candidates, plan_for
+from ratrain_jax.kernels.gemm_plan import candidates, plan_for, with_shorter_strips
 from ratrain_jax.kernels.microkernel import micro_efficiency
 
 CONSOLE = Console(width=100)
@@ -118,7 +118,7 @@ def llama() -> None:
 
 def fixed_splits(gemm: Gemm, machine: Machine) -> str:
     """The best efficiency with each way of sharing out the cores."""
-    space = candidates(gemm, machine, "outer")
+    space = with_shorter_strips(candidates(gemm, machine, "outer"))
     seconds = times(gemm, space, machine).total
     peak = machine.peak("float16")
     best = [gemm.flops / peak / seconds[space.split_n == side].min() for side in (0, 1)]

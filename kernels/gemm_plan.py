@@ -6,7 +6,7 @@ The space, before what does not fit is thrown out:
 * depth blocks and panels (k_g, k_a): K cut into equal parts, numbers of parts out of `_counts`;
 * row blocks and tiles (m_g, m_a): M cut likewise, rounded up to whole micro-kernels a core;
 * columns a core (n_a): small multiples of the micro-kernel's width;
-* A strips (m_s): the fewest equal strips of m_a that fit, as fewer starts never cost more;
+* A strips (m_s): m_a cut into equal strips, likewise, that fit;
 * one or two A blocks in GSM; both splits; for "nt" both flows.
 
 Nothing in the space depends on the sizes of the memories, so that a larger memory only adds plans.
@@ -125,6 +125,9 @@ def _counts(total: int) -> list[int]:
     return counts
 
 
+_STRIPS: Final = np.array(_counts(1 << 40))
+
+
 def _sizes(total: int, least: int) -> list[int]:
     """Distinct part sizes of `total`, no smaller than `least`, or the smallest cut."""
     sizes = {ceil_div(total, count) for count in _counts(total)}
@@ -165,7 +168,7 @@ def _is_fed(m: int, n: int, gemm: Gemm, accelerator: Accelerator, dot: int) -> b
 
 
 def candidates(gemm: Gemm, machine: Machine, flow: str) -> SimpleNamespace:
-    """Returns all plans of the space that fit, as one object with arrays in a plan's fields."""
+    """Returns all plans of the space that fit, each with its longest strips, as one object with arrays in a plan's fields."""
     inner = _inner(gemm, machine, flow)
     cores = accelerator_of(machine).cores
     outer = np.array(list(_outer(gemm, cores)), dtype=np.int64).reshape(-1, 4).T
@@ -179,13 +182,43 @@ def candidates(gemm: Gemm, machine: Machine, flow: str) -> SimpleNamespace:
     shares = row_tiles * np.where(plan.split_n, 1, cores)
     plan.m_a = ceil_div(ceil_div(rows, shares), plan.m) * plan.m
     plan.m_g = plan.m_a * shares
-    strips = ceil_div(plan.m_a, np.minimum(plan.m_s, plan.m_a))
-    plan.m_s = ceil_div(ceil_div(plan.m_a, strips), plan.m) * plan.m
+    plan.strips = _levels(ceil_div(plan.m_a, np.minimum(plan.m_s, plan.m_a)))
+    plan.m_s = _strip(plan)
     need = buffer_bytes(plan, gemm)
     fits = np.ones(plan.m.shape, bool)
     for name, count in need.items():
         fits &= count <= machine.memory(name).bytes
     return _take(plan, np.flatnonzero(fits))
+
+
+def with_shorter_strips(plan: SimpleNamespace) -> SimpleNamespace:
+    """Returns the plans, each with all its numbers of strips: more starts, but a shorter first one."""
+    found, at = [plan], plan
+    while True:
+        at = _take(at, np.flatnonzero(at.m_s > at.m))
+        if at.m.size == 0:
+            break
+        at.strips = _levels(at.strips + 1)
+        at.m_s = _strip(at)
+        found.append(at)
+    names = vars(plan).items()
+    return SimpleNamespace(
+        **{
+            name: np.concatenate([getattr(part, name) for part in found])
+            if np.ndim(value)
+            else value
+            for name, value in names
+        }
+    )
+
+
+def _levels(least: Any) -> Any:
+    """The smallest number of strips in the space that is no smaller."""
+    return _STRIPS[np.searchsorted(_STRIPS, least)]
+
+
+def _strip(plan: SimpleNamespace) -> Any:
+    return ceil_div(ceil_div(plan.m_a, plan.strips), plan.m) * plan.m
 
 
 def _inner(gemm: Gemm, machine: Machine, flow: str) -> SimpleNamespace:
@@ -209,10 +242,10 @@ def _inner(gemm: Gemm, machine: Machine, flow: str) -> SimpleNamespace:
     ]
     m, n, ku, width, k_g, k_a = np.array(grid, dtype=np.int64).reshape(-1, 6).T
     plan = SimpleNamespace(m=m, n=n, ku=ku, k_g=k_g, k_a=k_a)
-    plan.dot = np.full(m.shape, int(flow == "dot"))
+    plan.dot = np.int64(flow == "dot")
     micro = micro_width(plan, gemm, accelerator)
     plan.n_a = micro * width
-    plan.sm_depth, plan.b_depth, plan.c_depth = (np.full(m.shape, x) for x in (2, 2, 3))
+    plan.sm_depth, plan.b_depth, plan.c_depth = map(np.int64, (2, 2, 3))
     # Strips take SM, or in the "dot" flow an eighth of AM.
     room = machine.memory("SM").bytes
     if flow == "dot":
@@ -239,7 +272,9 @@ def _outer(gemm: Gemm, cores: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _take(plan: SimpleNamespace, index: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{name: array[index] for name, array in vars(plan).items()})
+    """Some of the plans; what is equal in all of them is one number."""
+    fields = vars(plan).items()
+    return SimpleNamespace(**{k: v[index] if np.ndim(v) else v for k, v in fields})
 
 
 def _bound(plan: SimpleNamespace, gemm: Gemm, machine: Machine) -> Any:
@@ -279,15 +314,16 @@ def _best_of(
         return None
     if objective == "traffic":
         moved = ddr_bytes(gemm, plan, machine)
-        return _first(_take(plan, np.flatnonzero(moved == moved.min())), gemm, machine, True)
+        least = _take(plan, np.flatnonzero(moved == moved.min()))
+        return _first(with_shorter_strips(least), gemm, machine, True)
     bound = _bound(plan, gemm, machine)
     if bound.min() > limit:
         return None
-    trial = _take(plan, np.argpartition(bound, min(_TRIAL, bound.size) - 1)[:_TRIAL])
-    limit = min(limit, times(gemm, trial, machine).total.min())
-    if bound.min() > limit * (1 + 1e-9):
-        return None
-    return _first(_take(plan, np.flatnonzero(bound <= limit * (1 + 1e-9))), gemm, machine, False)
+    if limit == np.inf:
+        trial = _take(plan, np.argpartition(bound, min(_TRIAL, bound.size) - 1)[:_TRIAL])
+        limit = times(gemm, trial, machine).total.min()
+    near = _take(plan, np.flatnonzero(bound <= limit * (1 + 1e-9)))
+    return _first(with_shorter_strips(near), gemm, machine, False)
 
 
 def _first(
@@ -298,11 +334,12 @@ def _first(
     moved = ddr_bytes(gemm, plan, machine)
     keys = (seconds, moved) if traffic_first else (moved, seconds)
     best = int(np.lexsort(keys)[0])
-    fields = {name: int(getattr(plan, name)[best]) for name in _FIELDS}
+    plan = _take(plan, best)
+    fields = {name: int(getattr(plan, name)) for name in _FIELDS}
     chosen = TilePlan(
         **fields,
-        split="n" if plan.split_n[best] else "m",
-        flow="dot" if plan.dot[best] else "outer",
+        split="n" if plan.split_n else "m",
+        flow="dot" if plan.dot else "outer",
     )
     key = (float(moved[best]), float(seconds[best]))
     return (key if traffic_first else key[::-1]), chosen
