@@ -304,7 +304,7 @@ def test_the_bytes_really_alive_are_those_predicted(options):
         assert census.largest_difference <= 1e-3
         peaks = compiled.lowered.memory_analysis().peaks
         for stage, peak in zip(census.stages, peaks, strict=True):
-            assert 0.5 * peak < max(stage.counted) <= peak
+            assert 0.5 * peak < max(stage.counted) <= 1.001 * peak
     assert np.isfinite(metrics["loss"])
 
 
