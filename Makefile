@@ -38,11 +38,11 @@ demo: $(VENV)/.installed
 
 # Two runs: the quick tests and the examples in docstrings must pass before anything trains.
 test: $(VENV)/.installed
-	$(in_venv) -m pytest -n auto -m "not slow" tests/unit ratrain_jax
-	$(in_venv) -m pytest -n auto -m "not slow" tests/e2e
+	$(in_venv) -m pytest -n auto --dist worksteal -m "not slow" tests/unit ratrain_jax
+	$(in_venv) -m pytest -n auto --dist worksteal -m "not slow" tests/e2e
 
 test-slow: $(VENV)/.installed
-	$(in_venv) -m pytest -n auto -m slow
+	$(in_venv) -m pytest -n auto --dist worksteal -m slow
 
 # Both ends of the supported range, each where this machine has the interpreter.
 test-all:
