@@ -105,7 +105,8 @@ def plan_for(gemm: Gemm, machine: Machine, objective: str = "time") -> TilePlan:
     if objective not in OBJECTIVES:
         raise MachineError(f"objective is {objective!r}; use 'time' or 'traffic'.")
     best: tuple[tuple[float, ...], TilePlan] | None = None
-    flows = ("outer", "dot") if gemm.form == "nt" else ("outer",)
+    # The second flow is costed no further than the first one's time.
+    flows = ("dot", "outer") if gemm.form == "nt" else ("outer",)
     for flow in flows:
         limit = best[0][0] if best else np.inf
         found = _best_of(candidates(gemm, machine, flow), gemm, machine, objective, limit)
@@ -319,9 +320,8 @@ def _best_of(
     bound = _bound(plan, gemm, machine)
     if bound.min() > limit:
         return None
-    if limit == np.inf:
-        trial = _take(plan, np.argpartition(bound, min(_TRIAL, bound.size) - 1)[:_TRIAL])
-        limit = times(gemm, trial, machine).total.min()
+    trial = _take(plan, np.argpartition(bound, min(_TRIAL, bound.size) - 1)[:_TRIAL])
+    limit = min(limit, times(gemm, trial, machine).total.min())
     near = _take(plan, np.flatnonzero(bound <= limit * (1 + 1e-9)))
     return _first(with_shorter_strips(near), gemm, machine, False)
 
