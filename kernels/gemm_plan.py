@@ -320,17 +320,26 @@ def _best_of(
     bound = _bound(plan, gemm, machine)
     if bound.min() > limit:
         return None
-    trial = _take(plan, np.argpartition(bound, min(_TRIAL, bound.size) - 1)[:_TRIAL])
-    limit = min(limit, times(gemm, trial, machine).total.min())
-    near = _take(plan, np.flatnonzero(bound <= limit * (1 + 1e-9)))
-    return _first(with_shorter_strips(near), gemm, machine, False)
+    lowest = np.sort(np.argpartition(bound, min(_TRIAL, bound.size) - 1)[:_TRIAL])
+    trial = with_shorter_strips(_take(plan, lowest))
+    seconds = times(gemm, trial, machine).total
+    limit = min(limit, seconds.min())
+    near = np.flatnonzero(bound <= limit * (1 + 1e-9))
+    if near.size <= lowest.size:  # none of them is beyond the plans on trial
+        return _first(trial, gemm, machine, False, seconds)
+    return _first(with_shorter_strips(_take(plan, near)), gemm, machine, False)
 
 
 def _first(
-    plan: SimpleNamespace, gemm: Gemm, machine: Machine, traffic_first: bool
+    plan: SimpleNamespace,
+    gemm: Gemm,
+    machine: Machine,
+    traffic_first: bool,
+    seconds: Any = None,
 ) -> tuple[tuple[float, ...], TilePlan]:
     """Returns the best plan with its key; ties go to fewer DDR bytes, then to the earlier plan."""
-    seconds = times(gemm, plan, machine).total
+    if seconds is None:
+        seconds = times(gemm, plan, machine).total
     moved = ddr_bytes(gemm, plan, machine)
     keys = (seconds, moved) if traffic_first else (moved, seconds)
     best = int(np.lexsort(keys)[0])
