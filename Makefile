@@ -68,7 +68,7 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 
 bench: $(VENV)/.installed
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(in_venv) "$$file"; done
+	@set -e; for file in benchmarks/bench_*.py benchmarks/kernels_*.py; do echo "== $$file"; $(in_venv) "$$file"; done
 
 lock:
 	requirements/lock.sh $$($(find_python) 11) requirements/py311.txt 'jax>=0.10.2,<0.11'

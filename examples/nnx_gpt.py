@@ -6,7 +6,6 @@ An NNX model is an object that holds its parameters. `nnx.split` takes it apart 
 parameters; the step differentiates by the tree, and `nnx.merge` makes the model anew inside the loss.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from text_data import VOCABULARY, batches, read_sources
-from train_gpt import Batch, Metrics, parse_arguments
+from text_data import VOCABULARY
+from train_gpt import Batch, Metrics, parse_arguments, run
 
 import ratrain_jax as rt
 
@@ -86,20 +85,7 @@ def main() -> None:
     graph, params = nnx.split(GPT(arguments.length, rngs=nnx.Rngs(0)), nnx.Param)
     optimizer = optax.adamw(2e-3)
     state: State = {"params": params, "moments": optimizer.init(params)}
-    data = batches(read_sources(), batch_size=arguments.batch_size, length=arguments.length)
-    decorate = rt.train_step(
-        stages=arguments.stages,
-        data_parallel=arguments.data_parallel,
-        microbatches=arguments.microbatches,
-        schedule=arguments.schedule,
-    )
-    lowered = decorate(make_step(graph, optimizer)).lower(state, next(data))
-    print(lowered.summary())
-    compiled = lowered.compile()
-    for step, batch in enumerate(itertools.islice(data, arguments.steps), start=1):
-        state, metrics = compiled(state, batch)
-        if step % 10 == 0 or step == arguments.steps:
-            print(f"step {step:4}   loss {metrics['loss']:.4f}", flush=True)
+    run(make_step(graph, optimizer), state, arguments)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ On a machine without accelerators it runs on as many CPU devices as the pipeline
 
 import argparse
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -96,7 +98,14 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def train(model: nn.Module, arguments: argparse.Namespace) -> None:
-    """Trains the model on Python's own sources and prints the loss."""
+    """Trains a Linen model on Python's own sources."""
+    run(train_step, make_state(model, arguments.length), arguments)
+
+
+def run(
+    step: Callable[..., tuple[Any, Metrics]], state: Any, arguments: argparse.Namespace
+) -> None:
+    """Takes the steps as a pipeline over Python's own sources and prints the loss."""
     decorate = rt.train_step(
         stages=arguments.stages,
         data_parallel=arguments.data_parallel,
@@ -104,14 +113,13 @@ def train(model: nn.Module, arguments: argparse.Namespace) -> None:
         schedule=arguments.schedule,
     )
     data = batches(read_sources(), batch_size=arguments.batch_size, length=arguments.length)
-    state = make_state(model, arguments.length)
-    lowered = decorate(train_step).lower(state, next(data))
+    lowered = decorate(step).lower(state, next(data))
     print(lowered.summary())
     compiled = lowered.compile()
-    for step, batch in enumerate(itertools.islice(data, arguments.steps), start=1):
+    for number, batch in enumerate(itertools.islice(data, arguments.steps), start=1):
         state, metrics = compiled(state, batch)
-        if step % 10 == 0 or step == arguments.steps:
-            print(f"step {step:4}   loss {metrics['loss']:.4f}", flush=True)
+        if number % 10 == 0 or number == arguments.steps:
+            print(f"step {number:4}   loss {metrics['loss']:.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ does for products. It is slow and made for checking: the cost model must count t
 the same numbers up to rounding. Products are NumPy's, in float32, of float16 operands.
 """
 
+import abc
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def emulate_attention(
     return EmulatedAttention(values, {key: count for key, count in moved.items() if count})
 
 
-class _Head:
+class _Head(abc.ABC):
     """One key-value head on the cores of its group."""
 
     def __init__(
@@ -110,9 +111,9 @@ class _Head:
         arena = Arena(name, size)
         return {key: arena.take(*what) for key, what in self.buffers(name).items()}
 
+    @abc.abstractmethod
     def buffers(self, name: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the buffers in a memory."""
-        raise NotImplementedError
 
     def copy(self, to: Array, source: Array, kind: Transfer, counts: bool = True) -> Array:
         """Copies into a corner of a buffer and counts the bytes; a broadcast is counted by its first receiver."""

@@ -1,7 +1,7 @@
 """Groups the layers of a stage into blocks: the runs of layers that one executable covers in each direction.
 
 Few large blocks launch less and let the compiler fuse across layers; small equal blocks compile once and let recovery
-choose finely. `LAYERS_PER_BLOCK` is where the benchmarks put the balance (see `benchmarks/step_time.py`).
+choose finely. `LAYERS_PER_BLOCK` is where the benchmarks put the balance (see `benchmarks/bench_step_time.py`).
 """
 
 from __future__ import annotations

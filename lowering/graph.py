@@ -21,13 +21,6 @@ Var = Any  # jex.Var, whose aval JAX types too loosely for a type checker
 Atom = Any  # Var or jex.Literal
 Eqn = Any  # jex.JaxprEqn
 
-CUSTOM_CALLS: dict[str, str] = {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
-"""Calls with differentiation rules, and the parameter that holds the code."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Graph:
@@ -78,8 +71,8 @@ def inline(closed: jex.ClosedJaxpr, *, rules: bool = False) -> Graph:
         for eqn in jaxpr.eqns:
             inputs = [read(atom) for atom in eqn.invars]
             called = compat.called_jaxpr(eqn)
-            if rules and eqn.primitive.name in CUSTOM_CALLS:
-                called = compat.as_closed(eqn.params[CUSTOM_CALLS[eqn.primitive.name]])
+            if rules and eqn.primitive.name in compat.CUSTOM_CALLS:
+                called = compat.as_closed(eqn.params[compat.CUSTOM_CALLS[eqn.primitive.name]])
             if called is not None:
                 below = under_checkpoint or eqn.primitive.name in compat.CHECKPOINT_PRIMITIVES
                 env.update(zip(eqn.outvars, visit(called, inputs, below), strict=True))

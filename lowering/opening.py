@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from ratrain_jax import compat
-from ratrain_jax.lowering.graph import CUSTOM_CALLS, Atom, Eqn, Var, is_var
+from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
 
 HEAVY = frozenset(
     {"scan", "while", "dot_general", "conv_general_dilated", "sort", "fft", "top_k"}
@@ -123,7 +123,7 @@ class _Opener:
         """The results of an equation that was opened, or None if it stays."""
         if eqn.primitive.name == "cond":
             return None if self.keep(eqn) else self.open_branches(eqn)
-        key = CUSTOM_CALLS.get(eqn.primitive.name)
+        key = compat.CUSTOM_CALLS.get(eqn.primitive.name)
         called = compat.called_jaxpr(eqn) if key is None else compat.as_closed(eqn.params[key])
         return None if called is None else self.run(called, eqn.invars)
 

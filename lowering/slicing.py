@@ -21,7 +21,7 @@ from jax.extend import core as jex
 from ratrain_jax import compat
 from ratrain_jax.lowering.concatenations import FOLDS
 from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
-from ratrain_jax.lowering.opening import CUSTOM_CALLS, emit
+from ratrain_jax.lowering.opening import emit
 from ratrain_jax.lowering.shard_rules import ELEMENTWISE
 from ratrain_jax.lowering.slice_code import SPECIAL
 from ratrain_jax.lowering.slice_rules import (
@@ -179,7 +179,7 @@ class Slicer:
     def _called(self, eqn: Eqn) -> jex.ClosedJaxpr | None:
         if eqn.primitive.name in compat.CHECKPOINT_PRIMITIVES and self.inside_loss:
             return None
-        key = None if self.inside_loss else CUSTOM_CALLS.get(eqn.primitive.name)
+        key = None if self.inside_loss else compat.CUSTOM_CALLS.get(eqn.primitive.name)
         return compat.called_jaxpr(eqn) if key is None else compat.as_closed(eqn.params[key])
 
     def inlined(self, closed: jex.ClosedJaxpr, operands: Sequence[Value]) -> list[Value]:

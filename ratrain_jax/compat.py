@@ -26,6 +26,13 @@ CALL_PRIMITIVES: dict[str, str] = {
 }
 """Primitives that only call one jaxpr, and the parameter that holds it."""
 
+CUSTOM_CALLS: dict[str, str] = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+"""Calls with differentiation rules, and the parameter that holds the code."""
+
 CHECKPOINT_PRIMITIVES = frozenset({"remat", "remat2", "checkpoint"})
 
 
