@@ -62,6 +62,19 @@ def test_what_a_product_reads_in_another_order_is_kept_behind_a_transcendental_f
     assert double not in choose_residuals(graph, graph.outvars, [double])
 
 
+def test_a_later_value_is_made_of_an_earlier_one_that_is_kept_anyway():
+    def forward(x, w):
+        first = jnp.tanh(x @ w)
+        return first, first * 2.0
+
+    graph = _graph(forward, jnp.ones((4, 4)), jnp.ones((4, 4)))
+    first, second = graph.outvars
+    for reordered in ([first, second], [second, first]):
+        kept = choose_residuals(graph, graph.outvars, reordered)
+        assert first in kept
+        assert second not in kept
+
+
 def test_products_read_their_first_operand_in_another_order_unless_they_contract_its_last_axis():
     def forward(x, y):
         return (

@@ -111,4 +111,4 @@ def test_any_product_and_any_transpose_give_the_same_array(batch, contracted, le
 
     args = _normal(*axes["first"]), _normal(*axes["second"])
     found = as_function(_turned(function, *args))(*args)[0]
-    np.testing.assert_allclose(found, function(*args), rtol=2e-4, atol=1e-4)
+    np.testing.assert_allclose(found, function(*args), rtol=1e-5, atol=1e-5)
