@@ -8,6 +8,13 @@ import pytest
 from hypothesis import settings
 
 DEVICES = 16
+# A test compiles hundreds of small programs, each run a few times. These settings compile them in a third of the time.
+QUICK_TO_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 END_TO_END = Path(__file__).parent / "e2e"
 
 if "jax" in sys.modules:
@@ -18,6 +25,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         [
             *os.environ.get("XLA_FLAGS", "").split(),
             f"--xla_force_host_platform_device_count={DEVICES}",
+            *(f"--{name}={str(value).lower()}" for name, value in QUICK_TO_COMPILE.items()),
         ]
     )
 

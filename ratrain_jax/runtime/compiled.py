@@ -21,10 +21,10 @@ from ratrain_jax.runtime.executors import Executors
 from ratrain_jax.runtime.groups import make_groups
 from ratrain_jax.runtime.host import keep_freed_memory
 from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
+from ratrain_jax.runtime.launches import settle
 from ratrain_jax.runtime.measured import MeasuredRun, Watcher
 from ratrain_jax.runtime.stacks import Stacks
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
-from ratrain_jax.runtime.turns import settle
 from ratrain_jax.stacked_leaf import is_stacked_leaf
 
 if TYPE_CHECKING:

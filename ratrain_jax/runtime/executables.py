@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.launches import TURN_TYPE, with_token, with_turn
 from ratrain_jax.runtime.recipes import Recipe
-from ratrain_jax.runtime.turns import TURN_TYPE, with_turn
 
 WORKERS = 2
 
@@ -55,12 +55,14 @@ def _compile(group: Group, recipe: Recipe) -> Any:
     if chained(group, recipe):
         function, types = with_turn(function), (TURN_TYPE, *types)
         donate = tuple(1 + number for number in donate)
+    elif group.size > 1:
+        function = with_token(function)
     local = jax.tree.map(lambda t: group.local_type(t.shape, t.dtype), types)
     return group.compile(function, local, donate)
 
 
 def chained(group: Group, recipe: Recipe) -> bool:
-    """Whether a recipe's executable takes and gives a turn (see `ratrain_jax.runtime.turns`)."""
+    """Whether a recipe's executable takes and gives a turn (see `ratrain_jax.runtime.launches`)."""
     return recipe.collective and group.size > 1
 
 

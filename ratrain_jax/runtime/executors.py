@@ -34,8 +34,8 @@ from ratrain_jax.runtime.executables import Library, chained
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.instructions import Bundle, Execute
 from ratrain_jax.runtime.joins import join
+from ratrain_jax.runtime.launches import launcher
 from ratrain_jax.runtime.recipes import Recipe, Recipes, combine
-from ratrain_jax.runtime.turns import in_turn
 
 
 class Executors:
@@ -87,7 +87,7 @@ class Executors:
             return cell[0](*args)
 
         group = self.groups[stage]
-        return in_turn(group, call) if chained(group, recipe) else call
+        return call if group.size == 1 else launcher(group, call, chained(group, recipe))
 
     def _plain(self, op: Op, recipe: Recipe) -> Execute:
         call = self.executable(op.stage, recipe)
