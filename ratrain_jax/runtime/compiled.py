@@ -76,6 +76,7 @@ class Compiled:
         self._inputs = [self._program.values[v] for v in self._program.inputs]
         self._outputs = [self._program.values[v] for v in self._program.outputs]
         self._reshapers = self._make_reshapers()
+        self._metric_reshapers: dict[int, Reshaper] = {}
         self._flying: collections.deque[Any] = collections.deque()
         self._views: dict[tuple[int, int], tuple[tuple[Any, ...], Bundle]] = {}
         self._replicas: dict[int, tuple[tuple[Any, ...], Bundle]] = {}
@@ -314,7 +315,10 @@ class Compiled:
         else:
             outputs = code.update.metrics_outputs
             axes = [None] * len(outputs)
-        return dict(zip(outputs, Reshaper(group, axes).leave(bundle), strict=True))
+        if value.id not in self._metric_reshapers:
+            self._metric_reshapers[value.id] = Reshaper(group, axes)
+        left = self._metric_reshapers[value.id].leave(bundle)
+        return dict(zip(outputs, left, strict=True))
 
 
 def _array(leaf: Any) -> Any:

@@ -131,6 +131,27 @@ def test_the_state_keeps_its_tree_shapes_and_dtypes_and_lies_on_its_stage(layout
             assert array.addressable_shards[0].data.size == array.size // ranks
 
 
+def test_nothing_is_compiled_after_the_first_steps(decorated):
+    compiled = []
+
+    def count(event, _, **__):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    state = make_state()
+    for n in range(2):  # the first takes the user's arrays, the second its own
+        state, _ = decorated(state, make_batch(n))
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        for n in range(3):
+            state, metrics = decorated(state, make_batch(n))
+        assert compiled == []
+        jax.jit(lambda x: x + 1)(metrics["loss"])
+        assert len(compiled) == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
 def test_arrays_of_the_user_are_never_used_up(decorated):
     state = make_state()
     handed = decorated(state, make_batch())[0]
