@@ -41,8 +41,9 @@ test: $(VENV)/.installed
 	$(in_venv) -m pytest -n auto --dist worksteal -m "not slow" tests/unit ratrain_jax
 	$(in_venv) -m pytest -n auto --dist worksteal -m "not slow" tests/e2e
 
+# Compiled as for a user.
 test-slow: $(VENV)/.installed
-	$(in_venv) -m pytest -n auto --dist worksteal -m slow
+	RATRAIN_TEST_OPTIMIZED=1 $(in_venv) -m pytest -n auto --dist worksteal -m slow
 
 # Both ends of the supported range, each where this machine has the interpreter.
 test-all:

@@ -56,9 +56,13 @@ class StateTasks:
                 sheet.replicated[stage] = self._input(values.replicated(stage))
         for n in self.stateful:
             parameters = self._input(values.parameters(n))
+            if not sheet.settings.trains:
+                sheet.outputs.append(parameters)  # the state stays as it is
+                self._gather(n, parameters, sheet.views, opens=False)
+                continue
             optimizer = self._input(values.optimizer(n))
             sheet.state[n] = (parameters, optimizer)
-        for n in self.stateful:
+        for n in sheet.state:
             if sheet.settings.update_prefetch:
                 for stage in self._homes(n):
                     sheet.views[stage, n] = self._input(values.view(n, stage))
@@ -131,19 +135,21 @@ class StateTasks:
         return self.arguments[leaf, stage]
 
     def leave(self) -> None:
-        """Everything from the gradients on."""
-        for n in self.stateful:
+        """Everything from the gradients on; of a step that evaluates, its results."""
+        updated = self.stateful if self.sheet.settings.trains else []
+        for n in updated:
             self._sync(n)
         if self.code.zero == 2:
-            for n in self.stateful:
+            for n in updated:
                 self._join_shares(n)
         for phase in range(len(self.sheet.reductions) + 1):
             if phase > 0:
                 self._reduce(phase)
-            for n in self.stateful:
+            for n in updated:
                 if phase <= self.code.update.layers[n].phase:
                     self._update(n, phase)
-        self._replicated()
+        if self.sheet.settings.trains:
+            self._replicated()
         self._metrics()
 
     def _sync(self, layer: int) -> None:

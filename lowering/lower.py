@@ -12,6 +12,7 @@ from ratrain_jax.kernels import Arithmetic, Machine
 from ratrain_jax.lowering.autodiff import differentiate_all
 from ratrain_jax.lowering.blocks import group_blocks
 from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.evaluation import forward_code, opened_homes, stages_at_home
 from ratrain_jax.lowering.graph import cut, needed
 from ratrain_jax.lowering.half_residuals import narrow_residuals
 from ratrain_jax.lowering.layers import find_layers
@@ -33,6 +34,7 @@ def lower_step(
     machine: Machine,
     boundaries: Sequence[str] | None = None,
     kernels: Arithmetic | None = None,
+    homes: Sequence[Sequence[int]] | None = None,
 ) -> tuple[StepCode, Program]:
     """Lowers a traced step.
 
@@ -42,12 +44,14 @@ def lower_step(
         machine: what costs are counted for.
         boundaries: the first layer of each stage but stage 0; chosen unless given.
         kernels: how kernels compute the products that they take; XLA takes all unless given.
+        homes: of a step that evaluates, for each leaf of the state the stage that it lies on, or of a stacked one those
+            of its layers; layers then go where their parameters are, if that gives stages in a row.
 
     Raises:
         StepError, LayoutError, MemoryLimitError: see each pass.
         VerificationError: the program made is wrong; a fault of this package.
     """
-    code = compile_code(trace, settings, machine, boundaries, kernels)
+    code = compile_code(trace, settings, machine, boundaries, kernels, homes)
     program = program_within_limit(code, settings, machine)
     verify(program)
     return code, program
@@ -59,16 +63,17 @@ def compile_code(
     machine: Machine,
     boundaries: Sequence[str] | None = None,
     kernels: Arithmetic | None = None,
+    homes: Sequence[Sequence[int]] | None = None,
 ) -> StepCode:
     """All passes that come before ops and their order."""
     opened, stacks = open_stacks(trace)
     try:
-        return _compile_opened(opened, stacks, settings, machine, boundaries, kernels)
+        return _compile_opened(opened, stacks, settings, machine, boundaries, kernels, homes)
     except UnsupportedError:
         # An update that joins the layers of a stacked leaf can still run where all are on one stage.
         if stacks is None or settings.stages > 1:
             raise
-        return _compile_opened(trace, None, settings, machine, boundaries, kernels)
+        return _compile_opened(trace, None, settings, machine, boundaries, kernels, homes)
 
 
 def _compile_opened(
@@ -78,6 +83,7 @@ def _compile_opened(
     machine: Machine,
     boundaries: Sequence[str] | None,
     kernels: Arithmetic | None,
+    homes: Sequence[Sequence[int]] | None,
 ) -> StepCode:
     parts = settings.data_parallel * settings.microbatches
     regions = split_step(
@@ -94,10 +100,19 @@ def _compile_opened(
         stages=settings.stages,
         machine=machine,
     )
-    stage_of = split_stages(layered, settings.stages, machine=machine, boundaries=boundaries)
-    codes = differentiate_all(layered.layers, layered.variables)
-    if kernels is not None:
-        codes = tuple(map(narrow_residuals, codes))
+    stage_of = None
+    if homes is not None:
+        leaves = [regions.step.invars.index(var) for var in regions.params]
+        at_home = opened_homes(homes, stacks, leaves)
+        stage_of = stages_at_home(layered, settings.stages, at_home)
+    if stage_of is None:
+        stage_of = split_stages(layered, settings.stages, machine=machine, boundaries=boundaries)
+    if settings.trains:
+        codes = differentiate_all(layered.layers, layered.variables)
+        if kernels is not None:
+            codes = tuple(map(narrow_residuals, codes))
+    else:
+        layered, codes = forward_code(layered)
     owners = {p: n for n, layer in enumerate(layered.layers) for p in layer.owned}
     layer_names = [layer.name for layer in layered.layers]
     update = split_update(

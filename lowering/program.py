@@ -438,7 +438,7 @@ class Settings:
         stages: P, pipeline stages.
         data_parallel: D, devices of each stage.
         microbatches: m.
-        schedule: `gpipe`, `1f1b` or `ratrain`.
+        schedule: `gpipe`, `1f1b` or `ratrain`; `forward` for a step that only evaluates.
         zero: 1 or 2.
         recovery: `none`, `backward`, `forward` or `auto`.
         layerwise_state: sync a layer as soon as its gradient is final.
@@ -461,6 +461,11 @@ class Settings:
     window_bytes: int | None = None
     window_microbatches: int = 1
     memory_limit: tuple[int, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are gradients and a new state; a step that evaluates only goes forward."""
+        return self.schedule != "forward"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -212,10 +212,11 @@ def split_step(
     step, micro = inline(whole), inline(small)
     refuse_folding(step, "before the loss")
     small_region = find_loss(micro)
-    taken = take_results(step, find_loss(step), small_region, parts)
+    taken = take_results(step, find_loss(step), small_region, states, parts)
     step, region = taken.step, taken.region
     diff = region.params["diff"]
     loss = inline(small_region.params["loss"])
+    loss = dataclasses.replace(loss, outvars=tuple(loss.outvars[n] for n in taken.kept))
     inputs = range(len(region.invars))
     chosen = [i for i in inputs if i not in set(diff)]
     argument = {var: i for i, var in enumerate(step.invars) if i >= states}

@@ -9,7 +9,8 @@ Terms.
         mean   they are averaged (floats)
         sum    they are added (the sum and the weight of the loss; integers)
         rows   they are put one behind another along axis 0, in the order of the batch
-        first  that of rank 0 and microbatch 0 is taken (typed keys, and a batch that is not cut)
+        first  that of rank 0 and microbatch 0 is taken (typed keys, what does not depend on the batch, and a batch that is
+               not cut)
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from jax.extend import core as jex
 
 from ratrain_jax import compat
 from ratrain_jax.errors import UnsupportedError
-from ratrain_jax.lowering.graph import Eqn, Graph, Var, as_function, cut, inline, needed
-from ratrain_jax.lowering.opening import emit
+from ratrain_jax.lowering.graph import Eqn, Graph, Var, as_function, cut, inline, is_var, needed
+from ratrain_jax.lowering.keys import microbatch_key_p
+from ratrain_jax.lowering.opening import emit, rename
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -41,6 +43,7 @@ class Results:
         results: the variables that take the loss (or its sum and its weight) and the auxiliary values.
         grads: the variables that take the gradients, one a parameter.
         joins: how each of `results` is joined.
+        kept: the places of `results` among what the traced loss returns.
     """
 
     step: Graph
@@ -48,6 +51,7 @@ class Results:
     results: tuple[Var, ...]
     grads: tuple[Var, ...]
     joins: tuple[str, ...]
+    kept: tuple[int, ...]
 
 
 def ratio(total: Any, weight: Any) -> Any:
@@ -89,27 +93,36 @@ def weight_moves(loss: jex.ClosedJaxpr, diff: Sequence[int]) -> bool:
     return pulled.invars[-1] in needed(pulled.eqns, pulled.outvars, pulled.invars)[1]
 
 
-def take_results(step: Graph, region: Eqn, small: Eqn, parts: int) -> Results:
+def take_results(step: Graph, region: Eqn, small: Eqn, states: int, parts: int) -> Results:
     """Finds what a step takes of its loss; of a weighted loss it then takes the sum and the weight.
 
     Args:
         step: the step at the size of the global batch.
         region: the equation of its loss.
         small: the same equation at the size of a microbatch.
+        states: how many inputs of the step are leaves of the state; the others are the batch.
         parts: data-parallel ranks × microbatches.
 
     Raises:
         UnsupportedError: an auxiliary value is a truth value, or has the batch along another axis than 0.
     """
+    step, region, kept = _without_constants(step, region, states)
     count = len(region.outvars) - len(region.params["diff"])
     results, grads = list(region.outvars[:count]), list(region.outvars[count:])
-    aux = [
-        _join(large.aval, part.aval, parts)
-        for large, part in zip(results[1:], small.outvars[1:count], strict=True)
-    ]
     reduction = region.params["reduction"]
+    first = len(kept) - count  # the sum of a weighted loss stands before its results
+    varies = _varies(step, region, states)[first:]
+    joins = [
+        _join(large.aval, part.aval, parts) if varied else "first"
+        for large, part, varied in zip(
+            results, (small.outvars[n - first] for n in kept if n >= first), varies, strict=True
+        )
+    ]
+    if reduction == "none":  # an evaluation: all its results are joined as auxiliary values are
+        return Results(step, region, tuple(results), tuple(grads), tuple(joins), kept)
+    aux = joins[1:]
     if reduction != "weighted":
-        return Results(step, region, tuple(results), tuple(grads), (reduction, *aux))
+        return Results(step, region, tuple(results), tuple(grads), (reduction, *aux), kept)
     total, weight = (
         compat.new_var(aval.update(dtype=_wide(aval.dtype), weak_type=False))
         for aval in region.params["loss"].out_avals[:2]
@@ -126,7 +139,79 @@ def take_results(step: Graph, region: Eqn, small: Eqn, parts: int) -> Results:
         (total, weight, *results[1:]),
         tuple(wide),
         ("sum", "sum", *aux),
+        kept,
     )
+
+
+def _without_constants(step: Graph, region: Eqn, states: int) -> tuple[Graph, Eqn, tuple[int, ...]]:
+    """Lets the step compute what its loss returns but what depends on neither parameters nor batch, such as a batch size.
+
+    The loss of a microbatch would give the size of the microbatch.
+
+    Returns:
+        The step, the equation of its loss, which returns the rest, and the places of the rest in what it returned.
+    """
+    loss = inline(region.params["loss"])
+    diff = {loss.invars[i] for i in region.params["diff"]}
+    moving = _reached(loss.eqns, _given_batch(step, region, loss, states) | diff)
+    first = len(loss.outvars) - (len(region.outvars) - len(diff))
+    taken: dict[Var, Any] = {}
+    consts: dict[Var, Any] = dict(step.consts)
+    before: list[Eqn] = []
+    for place, out in enumerate(loss.outvars[first:]):
+        if place and not (is_var(out) and out in moving):  # the loss itself stays
+            program = cut(loss, loss.invars, [out])
+            made, (taken[region.outvars[place]],) = rename(program, region.invars, consts)
+            before += made
+    if not taken:
+        return step, region, tuple(range(len(loss.outvars)))
+    kept = tuple(
+        n for n in range(len(loss.outvars)) if n < first or region.outvars[n - first] not in taken
+    )
+    again = region.replace(
+        outvars=[var for var in region.outvars if var not in taken],
+        params={**region.params, "loss": cut(loss, loss.invars, [loss.outvars[n] for n in kept])},
+    )
+
+    def read(atom: Any) -> Any:
+        return taken.get(atom, atom) if is_var(atom) else atom
+
+    eqns = [
+        new
+        for eqn in step.eqns
+        for new in (
+            [*before, again] if eqn is region else [eqn.replace(invars=list(map(read, eqn.invars)))]
+        )
+    ]
+    outvars = tuple(map(read, step.outvars))
+    step = dataclasses.replace(step, eqns=tuple(eqns), outvars=outvars, consts=consts)
+    return step, again, kept
+
+
+def _varies(step: Graph, region: Eqn, states: int) -> list[bool]:
+    """Whether each result of the loss may differ from part to part: whether it depends on the batch, or on keys of its part."""
+    loss = inline(region.params["loss"])
+    inside = _reached(loss.eqns, _given_batch(step, region, loss, states))
+    return [is_var(out) and out in inside for out in loss.outvars]
+
+
+def _given_batch(step: Graph, region: Eqn, loss: Graph, states: int) -> set[Var]:
+    """The inputs of the loss that depend on the batch."""
+    outside = _reached(step.eqns, set(step.invars[states:]))
+    return {
+        inner
+        for inner, outer in zip(loss.invars, region.invars, strict=True)
+        if is_var(outer) and outer in outside
+    }
+
+
+def _reached(eqns: Sequence[Eqn], found: set[Var]) -> set[Var]:
+    """The variables that depend on those of `found`, or on a random key of each part."""
+    for eqn in eqns:
+        own = eqn.primitive is microbatch_key_p
+        if own or any(is_var(atom) and atom in found for atom in eqn.invars):
+            found.update(eqn.outvars)
+    return found
 
 
 def _divided(given: Sequence[Var], weight: Var, wanted: Sequence[Var]) -> list[Eqn]:

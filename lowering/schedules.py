@@ -36,6 +36,12 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
     return slots
 
 
+def forward(stage: int, stages: int, microbatches: int) -> list[Slot]:
+    """Forwards alone, of a step that evaluates."""
+    del stage, stages
+    return [("F", i) for i in range(microbatches)]
+
+
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
@@ -49,6 +55,8 @@ def compute_order(schedule: str, stages: int, microbatches: int) -> list[list[Sl
     Raises:
         OptionError: no such schedule.
     """
+    if schedule == "forward":
+        return [forward(stage, stages, microbatches) for stage in range(stages)]
     if schedule not in SCHEDULES:
         known = ", ".join(repr(name) for name in SCHEDULES)
         raise OptionError(f"schedule={schedule!r} is not known; choose one of {known}.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ratrain_jax import errors as errors
+    from ratrain_jax.evaluation import eval_step as eval_step
     from ratrain_jax.gathering import gather as gather
     from ratrain_jax.losses import grad as grad
     from ratrain_jax.losses import value_and_grad as value_and_grad
@@ -27,6 +28,7 @@ _HOMES = {
     "StackedLeaf": "ratrain_jax.stacked_leaf",
     "Window": "ratrain_jax.options",
     "errors": "ratrain_jax.errors",
+    "eval_step": "ratrain_jax.evaluation",
     "gather": "ratrain_jax.gathering",
     "grad": "ratrain_jax.losses",
     "layer": "ratrain_jax.lowering.marks",

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex
 
 from ratrain_jax import compat
 from ratrain_jax.errors import LossError, OptionError
 from ratrain_jax.lowering.graph import inline
-from ratrain_jax.lowering.regions import loss_region_p, refused_loss_p
+from ratrain_jax.lowering.regions import Paths, loss_region_p, refused_loss_p
 from ratrain_jax.lowering.results import REDUCTIONS, ratio, weight_moves
 
 _WITHOUT_EFFECT = "Remove it, or return the value with has_aux=True."
@@ -44,7 +45,7 @@ def value_and_grad(
 
     Auxiliary values may be any tree of arrays. If axis 0 grows with the batch, the parts are put one behind another
     in the order of the batch; other floats (a mean, batch statistics) are averaged, integers (counts) added. Typed random
-    keys are those of the first part.
+    keys are those of the first part. What does not depend on the batch (a step, a batch size) stays as it is.
 
     Args:
         fun: the loss; returns a scalar, or `(scalar, aux)` with `has_aux`.
@@ -114,23 +115,38 @@ def value_and_grad(
         if weighted and weight_moves(closed, range(len(leaves))):
             return refused(_WEIGHT_MOVES)
         aux_tree = jax.tree.structure(shape[1])
-        hoisted = compat.closed(
-            [*closed.jaxpr.constvars, *closed.jaxpr.invars], closed.jaxpr.outvars, closed.jaxpr.eqns
-        )
-        count = len(closed.consts)
-        results = loss_region_p.bind(
-            *closed.consts,
-            *leaves,
-            loss=hoisted,
-            paths=_paths(wanted[0] if isinstance(argnums, int) else wanted),
-            diff=tuple(range(count, count + len(leaves))),
-            reduction=reduction,
-        )
+        paths = _paths(wanted[0] if isinstance(argnums, int) else wanted)
+        results = bind_region(closed, leaves, paths, reduction)
         value, aux = results[0], aux_tree.unflatten(results[1 : 1 + aux_tree.num_leaves])
         grads = jax.tree.structure(grads_shape).unflatten(results[1 + aux_tree.num_leaves :])
         return ((value, aux) if has_aux else value), grads
 
     return wrapped
+
+
+def bind_region(
+    closed: jex.ClosedJaxpr, leaves: Sequence[Any], paths: Paths, reduction: str
+) -> list[Any]:
+    """Leaves the equation that a lowering takes as the loss of a step.
+
+    Args:
+        closed: the loss as a function of `leaves`; its constants may be tracers.
+        leaves: what it is differentiated by.
+        paths: the path of each leaf.
+        reduction: how its parts are put together; `"none"` if it is no loss, but what a step evaluates.
+
+    Returns:
+        The results of `closed`, joined, and the gradient by each leaf.
+    """
+    jaxpr, count = closed.jaxpr, len(closed.consts)
+    return loss_region_p.bind(
+        *closed.consts,
+        *leaves,
+        loss=compat.closed([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns),
+        paths=paths,
+        diff=tuple(range(count, count + len(leaves))),
+        reduction=reduction,
+    )
 
 
 def grad(

@@ -13,6 +13,7 @@ from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
 from ratrain_jax.lowering.op_costs import layer_costs
 from ratrain_jax.lowering.program import Program
 from ratrain_jax.lowering.text import as_text
+from ratrain_jax.lowering.trace import Trace
 from ratrain_jax.options import Options
 from ratrain_jax.stacked_state import StackedState, stacked_state
 from ratrain_jax.tracing import Signature
@@ -31,12 +32,14 @@ class Lowered:
         program: the program.
         signature: the trees and types of the step's arguments and results.
         options: what the step was decorated with.
+        trace: the step as it was traced.
     """
 
     code: StepCode
     program: Program
     signature: Signature
     options: Options
+    trace: Trace
 
     def as_text(self) -> str:
         """The program as text that `ratrain_jax.lowering.text.parse` reads back."""

@@ -27,6 +27,7 @@ class Signature:
         avals: types of all flat inputs, the state's first.
         names: the path of each flat input.
         has_state: whether the step returns a new state.
+        read: which leaves of the state the program takes; None for all.
     """
 
     state: Any
@@ -35,6 +36,7 @@ class Signature:
     avals: tuple[jax.ShapeDtypeStruct, ...]
     names: tuple[str, ...]
     has_state: bool
+    read: tuple[int, ...] | None = None
 
     @property
     def states(self) -> int:
@@ -78,13 +80,9 @@ def trace_step(
     if not args:
         raise StepError("a train step takes the state as its first argument, but none was given.")
     state, *rest = (abstract(arg) for arg in args)
-    cut = _batch_arguments(len(args), options)
-    small_rest = [
-        _shrink(arg, options, f"argument {n}") if n in cut else arg for n, arg in enumerate(rest, 1)
-    ]
     whole, result = jax.make_jaxpr(step, return_shape=True)(state, *rest)
     parts = options.data_parallel * options.microbatches
-    small = whole if parts == 1 else _trace_small(step, state, small_rest)
+    small = whole if parts == 1 else trace_small(step, state, microbatch(rest, options))
     state_leaves, state_tree = jax.tree.flatten(state)
     batch_leaves, batch_tree = jax.tree.flatten(tuple(rest))
     has_state = _returns_state(result, state)
@@ -159,11 +157,29 @@ def _shrink(tree: Any, options: Options, where: str) -> Any:
     )
 
 
+def microbatch(rest: Sequence[Any], options: Options) -> list[Any]:
+    """The types of one rank's microbatch.
+
+    Args:
+        rest: the types of all arguments but the state.
+        options: the parts, and which arguments are cut.
+
+    Raises:
+        BatchError: the batch does not divide.
+        OptionError: batch_argnums name other arguments.
+    """
+    cut = _batch_arguments(1 + len(rest), options)
+    return [
+        _shrink(arg, options, f"argument {n}") if n in cut else arg for n, arg in enumerate(rest, 1)
+    ]
+
+
 def _is_split(leaf: jax.ShapeDtypeStruct) -> bool:
     return bool(leaf.shape) and not compat.is_extended(leaf.dtype)
 
 
-def _trace_small(step: Callable[..., Any], state: Any, rest: Sequence[Any]) -> Any:
+def trace_small(step: Callable[..., Any], state: Any, rest: Sequence[Any]) -> Any:
+    """Traces a step with one rank's microbatch, where it was traced with the whole batch before."""
     try:
         return jax.make_jaxpr(step)(state, *rest)
     except (TypeError, ValueError) as error:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
 
 from ratrain_jax.kernels import Arithmetic, load_machine
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.options import Options, Window
-from ratrain_jax.runtime.compiled import Compiled
-from ratrain_jax.tracing import abstract, trace_step
-
-CACHE_SIZE = 8
+from ratrain_jax.step import Step
+from ratrain_jax.tracing import trace_step
 
 
-class TrainStep:
+class TrainStep(Step):
     """A decorated train step. Call it like the step, or `lower` it to look first.
 
     Attributes:
         options: what the step was decorated with.
+        lowered: what the last `lower` gave, also within a call; None before.
         __wrapped__: the undecorated step.
     """
 
     def __init__(self, step: Callable[..., Any], options: Options) -> None:
-        functools.update_wrapper(self, step)
-        self.__wrapped__ = step
-        self.options = options
-        self._compiled: dict[Any, Compiled] = {}
+        super().__init__(step, options)
+        self.lowered: Lowered | None = None
 
     def lower(self, *args: Any) -> Lowered:
         """Traces and lowers the step.
@@ -53,27 +47,8 @@ class TrainStep:
             self.options.boundaries,
             kernels,
         )
-        return Lowered(code, program, signature, self.options)
-
-    def __call__(self, *args: Any) -> Any:
-        """Runs one step, compiling it for these shapes first if it must."""
-        leaves, tree = jax.tree.flatten(abstract(args))
-        key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self.lower(*args).compile()
-            while len(self._compiled) >= CACHE_SIZE:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[key] = compiled
-        return compiled(*args)
-
-    def __repr__(self) -> str:
-        name = getattr(self.__wrapped__, "__name__", "step")
-        o = self.options
-        return (
-            f"<train_step {name}: {o.stages} stages × {o.data_parallel},"
-            f" {o.microbatches} microbatches, {o.schedule}>"
-        )
+        self.lowered = Lowered(code, program, signature, self.options, trace)
+        return self.lowered
 
 
 def train_step(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import settings
 
 DEVICES = 16
-# A test compiles hundreds of small programs, each run a few times. These settings compile them in a third of the time.
+# A test compiles hundreds of small programs and runs each a few times. These settings compile them in a third of the time;
+# RATRAIN_TEST_OPTIMIZED=1 compiles them as for a user.
 QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -16,6 +17,7 @@ QUICK_TO_COMPILE = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 END_TO_END = Path(__file__).parent / "e2e"
+QUICK = os.environ.get("RATRAIN_TEST_OPTIMIZED") != "1"
 
 if "jax" in sys.modules:
     raise pytest.UsageError("JAX was imported before tests/conftest.py could set its CPU devices.")
@@ -25,7 +27,11 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         [
             *os.environ.get("XLA_FLAGS", "").split(),
             f"--xla_force_host_platform_device_count={DEVICES}",
-            *(f"--{name}={str(value).lower()}" for name, value in QUICK_TO_COMPILE.items()),
+            *(
+                f"--{name}={str(value).lower()}"
+                for name, value in QUICK_TO_COMPILE.items()
+                if QUICK
+            ),
         ]
     )
 

@@ -103,7 +103,7 @@ def _check_backwards(shape: Shape) -> None:
     for stage in range(len(program.order)):
         first, last = shape.blocks[stage][0][0], shape.blocks[stage][-1][1]
         for microbatch in range(program.settings.microbatches):
-            covered = last
+            covered = last if program.settings.trains else first
             for low, high in shape.units.get((stage, microbatch), ()):
                 if high != covered:
                     _refuse_cover(program, stage, microbatch, high, covered)
@@ -184,6 +184,8 @@ def _expected_sends(shape: Shape) -> Iterator[_Need]:
         for stage in shape.operand_stages[number]:
             if operand.prologue and stage:
                 yield _Need(SendActivation, 0, (Kind.OPERAND, operand.name), None, stage)
+    if not program.settings.trains:
+        return
     share = Kind.ACCUMULATOR if program.settings.zero == 1 else Kind.GRADIENT
     for owner, stages in enumerate(shape.borrowers):
         for stage in stages:
@@ -199,11 +201,13 @@ def _expected_state(shape: Shape) -> Iterator[_Need]:
     for stage, owners in enumerate(shape.bundles):
         for owner in owners:
             home = shape.stage(owner)
-            yield _Need(ZeroGradient, stage, owner)
             if home == stage:
                 yield _Need(PrefetchView, stage, owner)
             else:
                 yield _Need(Borrow, home, owner, None, stage)
+            if not settings.trains:
+                continue
+            yield _Need(ZeroGradient, stage, owner)
             if settings.zero == 2:
                 for microbatch in range(settings.microbatches):
                     yield _Need(GradSync, stage, owner, microbatch)
@@ -219,6 +223,8 @@ def _expected_updates(shape: Shape) -> Iterator[_Need]:
         yield _Need(GlobalReduce, group[0], None, None, (reduction.phase, group))
         for number in reduction.layers:
             phases[number].add(reduction.phase - 1)
+    if not program.settings.trains:
+        return
     for number, numbers in enumerate(phases):
         for phase in sorted(numbers):
             yield _Need(UpdateShard, shape.stage(number), number, None, phase)

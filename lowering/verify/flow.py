@@ -264,19 +264,25 @@ def _list(names: Iterable[str]) -> str:
 
 
 def _check_outputs(shape: Shape, tags: list[Tag | None], writers: dict[int, Place]) -> None:
-    """The outputs are the new state, the next step's views if they are there, and the metrics."""
+    """The outputs are the new state, the next step's views if they are there, and the metrics.
+
+    A step that evaluates hands its parameters back as they were.
+    """
     program = shape.program
-    wanted = {
-        number
-        for number, tag in enumerate(tags)
-        if tag is not None and (tag[-1] in (NEW, NEXT) or tag[0] in ("metrics", "layer metrics"))
-    }
+
+    def handed_back(tag: Tag) -> bool:
+        if not program.settings.trains and tag[0] == "parameters":
+            return True
+        return tag[-1] in (NEW, NEXT) or tag[0] in ("metrics", "layer metrics")
+
+    wanted = {number for number, tag in enumerate(tags) if tag is not None and handed_back(tag)}
+    what_is = (
+        "new state, next views and metrics" if program.settings.trains else "parameters and metrics"
+    )
     for number in program.outputs:
         if number not in wanted:
             what = f"%{number}, {phrase(tags[number])}, is an output."
-            refuse(
-                program, what, "Only new state, next views and metrics are.", writers.get(number)
-            )
+            refuse(program, what, f"Only {what_is} are.", writers.get(number))
     for number in sorted(wanted.difference(program.outputs)):
         what = f"%{number}, {phrase(tags[number])}, is not among the outputs."
         refuse(program, what, "Add it.", writers.get(number))

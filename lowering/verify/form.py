@@ -29,7 +29,7 @@ from .fault import Place, named_layer, named_op, refuse
 
 _REMEDY: Final = "Correct the program's text, or lower the step again."
 
-_SCHEDULES: Final = ("gpipe", "1f1b", "ratrain")
+_SCHEDULES: Final = ("gpipe", "1f1b", "ratrain", "forward")
 _RECOVERIES: Final = ("none", "backward", "forward", "auto")
 _ROLES: Final = ("boundary", "loss", "aux")
 _JOINS: Final = ("mean", "sum", "rows", "first")

@@ -161,7 +161,9 @@ class Compiled:
     def _enter(self, args: Sequence[Any]) -> tuple[dict[int, Bundle], dict[int, Bundle]]:
         leaves = check_arguments(self.lowered.signature, args)
         states = self.lowered.signature.states
-        state, batch = self._stacks.enter(leaves[:states]), leaves[states:]
+        read = self.lowered.signature.read
+        given = leaves[:states] if read is None else [leaves[n] for n in read]
+        state, batch = self._stacks.enter(given), leaves[states:]
         entered = self._enter_state(state)
         self._stacks.use_up()
         table: dict[int, Bundle] = {}
@@ -178,13 +180,16 @@ class Compiled:
         made = {}
         for stage, group in enumerate(self._groups):
             leaves = sorted(leaf for leaf, place in self._places.items() if place.stage == stage)
-            made[stage] = (leaves, Reshaper(group, [self._places[n].axis for n in leaves]))
+            axes = [self._places[n].axis for n in leaves]
+            made[stage] = (leaves, Reshaper(group, axes, donate=self._program.settings.trains))
         return made
 
     def _enter_state(self, state: Sequence[Any]) -> dict[int, Any]:
         """Every leaf as it lies inside a step."""
         donate = self.lowered.options.donate_state
         arrays = list(state)
+        if not self._program.settings.trains:
+            return self._read_state(arrays)
         # Everything is copied before anything is used up: one array may stand in two places.
         for leaves, reshaper in self._reshapers.values():
             places = list(enumerate(leaves))
@@ -196,6 +201,14 @@ class Compiled:
         entered: dict[int, Any] = {}
         for leaves, reshaper in self._reshapers.values():
             entered.update(zip(leaves, reshaper.enter([arrays[n] for n in leaves]), strict=True))
+        return entered
+
+    def _read_state(self, arrays: Sequence[Any]) -> dict[int, Any]:
+        """Every leaf as it lies inside a step that evaluates: the very array, where it is there already."""
+        entered: dict[int, Any] = {}
+        for leaves, reshaper in self._reshapers.values():
+            placed = jax.device_put([arrays[n] for n in leaves], list(reshaper.shardings))
+            entered.update(zip(leaves, reshaper.enter(placed), strict=True))
         return entered
 
     def _input(

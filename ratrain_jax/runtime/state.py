@@ -72,9 +72,10 @@ class Reshaper:
     Args:
         group: the devices.
         axes: the axis along which each array is cut.
+        donate: whether `enter` uses up what it is given.
     """
 
-    def __init__(self, group: Group, axes: Sequence[int | None]) -> None:
+    def __init__(self, group: Group, axes: Sequence[int | None], *, donate: bool = True) -> None:
         self._group = group
         self.shardings = [group.state_sharding(axis) for axis in axes]
         if group.size == 1:
@@ -85,11 +86,11 @@ class Reshaper:
         sliced = tuple(PartitionSpec(AXIS) for _ in axes)
         enter = _mapped(group, lambda arrays: tuple(x[None] for x in arrays), whole, sliced)
         leave = _mapped(group, lambda arrays: tuple(x[0] for x in arrays), sliced, whole)
-        self._enter = jax.jit(enter, donate_argnums=0)
+        self._enter = jax.jit(enter, donate_argnums=0 if donate else ())
         self._leave = jax.jit(leave, donate_argnums=0)
 
     def enter(self, arrays: Sequence[Any]) -> Bundle:
-        """Uses up arrays of the user's shapes, on the group already."""
+        """From arrays of the user's shapes, on the group already."""
         return tuple(arrays) if self._group.size == 1 else self._enter(tuple(arrays))
 
     def leave(self, arrays: Sequence[Any]) -> Bundle:

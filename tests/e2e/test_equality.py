@@ -2,9 +2,8 @@
 
 The reference is `jax.jit` of the undecorated step on one device. In float32 each leaf's difference
 is at most 1e-5 of its norm; in float64, where rounding leaves more room, each element's difference
-is at most 1e-9 of the leaf's largest value. The configurations are a pairwise covering array, in
-which float64 is compiled without optimization, since compiling takes most of the time; with the
-`slow` marker all combinations run, compiled as for a user.
+is at most 1e-9 of the leaf's largest value. The configurations are a pairwise covering array; with the
+`slow` marker all combinations run.
 """
 
 import functools
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 import ratrain_jax as rt
-from ratrain_jax.runtime import groups
 from tests.models.case import OPTIMIZERS, linen_case
 from tests.models.encoder_decoder import EncoderDecoder
 from tests.models.encoder_decoder import loss as encoder_decoder_loss
@@ -76,15 +74,7 @@ def name_of(row):
     return "-".join(str(value) for value in row.values())
 
 
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
-
-
-def compile_with(monkeypatch, extra):
-    options = groups.compiler_options
-    monkeypatch.setattr(groups, "compiler_options", lambda used: {**options(used), **extra})
-
-
-def check(row, compiler_options=None):
+def check(row):
     case, optimizer = MODELS[row["model"]], OPTIMIZERS[row["optimizer"]]()
     rows = 2 * row["data_parallel"] * row["microbatches"]
     batches = [case.make_batch(seed, rows) for seed in range(STEPS)]
@@ -92,9 +82,7 @@ def check(row, compiler_options=None):
     options = {name: row[name] for name in SPLIT}
     piped = rt.train_step(**options)(case.make_step(optimizer, rt.value_and_grad))
     found = train(piped, state, batches)
-    plain = jax.jit(
-        case.make_step(optimizer, jax.value_and_grad), compiler_options=compiler_options
-    )
+    plain = jax.jit(case.make_step(optimizer, jax.value_and_grad))
     wanted = train(plain, state, batches)
     compare = {"float32": compare_norms, "float64": compare_elements}[row["dtype"]]
     compare(found, wanted)
@@ -121,11 +109,9 @@ def compare_elements(found, wanted):
 
 
 @pytest.mark.parametrize("row", pairwise(FACTORS), ids=name_of)
-def test_trains_as_plain_jit_does(row, precision, monkeypatch):
-    options = UNOPTIMIZED if row["dtype"] == "float64" else {}
-    compile_with(monkeypatch, options)
+def test_trains_as_plain_jit_does(row, precision):
     precision(row["dtype"])
-    check(row, options)
+    check(row)
 
 
 FIXED = {name: FACTORS[name] for name in ("model", "optimizer", "stages", "dtype")}

@@ -18,13 +18,11 @@ from ratrain_jax.lowering.jsonform import from_json
 from ratrain_jax.lowering.program import GlobalReduce, Kind, UpdateShard
 from ratrain_jax.lowering.text import parse
 from ratrain_jax.lowering.verify import verify
-from ratrain_jax.runtime import groups
 from tests.training import differing, named_leaves
 
 WIDTH = 6
 LENGTH = 3
 ROWS = 12
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 LAYOUTS = [
     {"stages": 1, "microbatches": 3},
     {"stages": 2, "data_parallel": 2, "microbatches": 3},
@@ -32,13 +30,6 @@ LAYOUTS = [
     {"stages": 1, "data_parallel": 4},
     {"stages": 2, "microbatches": 2, "schedule": "gpipe", "recovery": "forward"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick_compiler(monkeypatch):
-    """Compiling takes most of the time; what is tested does not depend on how well it is done."""
-    options = groups.compiler_options
-    monkeypatch.setattr(groups, "compiler_options", lambda used: {**options(used), **UNOPTIMIZED})
 
 
 def make_params(layers=4, dtype=np.float32):
@@ -84,7 +75,7 @@ def plain_value_and_grad(fun, has_aux=False, reduction="mean"):
 
 
 def compiled(function):
-    return jax.jit(function, compiler_options=UNOPTIMIZED)
+    return jax.jit(function)
 
 
 def plain_of(step, value_and_grad=jax.value_and_grad):
@@ -375,7 +366,7 @@ def test_the_program_knows_auxiliary_arrays():
     assert parse(lowered.as_text()) == program
     assert from_json(lowered.as_json()) == program
     joins = {v.join for v in program.variables if v.role == "aux"}
-    assert joins == {"mean", "sum", "rows", "first"}
+    assert joins == {"mean", "sum", "rows"}
     rows = ROWS // 6
     logits = [
         v

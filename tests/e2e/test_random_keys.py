@@ -13,19 +13,10 @@ import pytest
 
 import ratrain_jax as rt
 from ratrain_jax.errors import RandomKeyWarning, RATrainWarning
-from ratrain_jax.runtime import groups
 from tests.training import differing, named_leaves
 
 WIDTH = 6
 ROWS = 8
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
-
-
-@pytest.fixture(autouse=True)
-def quick_compiler(monkeypatch):
-    """Compiling takes most of the time; what is tested does not depend on how well it is done."""
-    options = groups.compiler_options
-    monkeypatch.setattr(groups, "compiler_options", lambda used: {**options(used), **UNOPTIMIZED})
 
 
 class Net(nn.Module):
@@ -81,7 +72,7 @@ def in_parts(params, batch, key, parts):
 
 
 def reference(parts, key):
-    run = jax.jit(in_parts, static_argnums=3, compiler_options=UNOPTIMIZED)
+    run = jax.jit(in_parts, static_argnums=3)
     return run(PARAMS, BATCH, key, parts)
 
 
@@ -151,7 +142,7 @@ def test_a_key_in_the_state_that_is_split_every_step():
 
     piped = rt.train_step(stages=2, data_parallel=2, microbatches=2)(keyed)
     state, params, key = {"params": PARAMS, "key": KEY}, PARAMS, KEY
-    run = jax.jit(in_parts, static_argnums=3, compiler_options=UNOPTIMIZED)
+    run = jax.jit(in_parts, static_argnums=3)
     for _ in range(2):
         state, found = piped(state, BATCH)
         key, now = jax.random.split(key)
@@ -173,7 +164,7 @@ def test_a_key_that_the_step_closes_over_or_makes():
 
 def test_without_a_cut_a_step_is_the_plain_step():
     found = rt.train_step(stages=2)(step)(PARAMS, BATCH, KEY)
-    assert_close(found, jax.jit(step, compiler_options=UNOPTIMIZED)(PARAMS, BATCH, KEY))
+    assert_close(found, jax.jit(step)(PARAMS, BATCH, KEY))
     assert_close(found, reference(1, KEY))
 
 

@@ -11,7 +11,6 @@ import pytest
 
 import ratrain_jax as rt
 from ratrain_jax.errors import OptionError, StateError
-from ratrain_jax.runtime import groups
 from tests.models.lstm import LSTM_CASE
 from tests.models.scanned import mlp_case, scanned_gpt, scanned_mlp
 from tests.training import differing, named_leaves, train
@@ -20,18 +19,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-4
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 TWO_BY_TWO = {"stages": 2, "data_parallel": 2, "microbatches": 2}
 STEPS = 4
-
-
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile():
-    """Compiles without optimization: compiling takes most of the time."""
-    options = groups.compiler_options
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "compiler_options", lambda used: {**options(used), **UNOPTIMIZED})
-        yield
 
 
 def batches(case, options, steps=STEPS):
@@ -48,7 +35,7 @@ def check(case, optimizer, tolerance=1e-5, **options):
     data = batches(case, options)
     piped = pipe(case, optimizer, **options)
     found = train(piped, case.make_state(optimizer), data)
-    plain = jax.jit(case.make_step(optimizer, jax.value_and_grad), compiler_options=UNOPTIMIZED)
+    plain = jax.jit(case.make_step(optimizer, jax.value_and_grad))
     wanted = train(plain, case.make_state(optimizer), data)
     np.testing.assert_allclose(found.losses(), wanted.losses(), rtol=tolerance)
     ours, theirs = named_leaves(found.state), named_leaves(wanted.state)

@@ -76,12 +76,9 @@ matrix, and to the gradients after it, below 1e-5 of their norms.
 
 @functools.cache
 def initial_params(init: Callable[[], Any]) -> Any:
-    """Draws parameters once a process, as float32 numpy arrays: the same under `jax_enable_x64`.
-
-    Compiled without optimization: programs that draw random numbers are long, and run once.
-    """
+    """Draws parameters once a process, as float32 numpy arrays: the same under `jax_enable_x64`."""
     with jax.enable_x64(False):
-        drawn = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})()
+        drawn = jax.jit(init)()
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), drawn)
 
 

@@ -34,15 +34,19 @@ def mean_of(w, x):
 
 
 AUX = {
-    "mean": [lambda w, x: x.mean(), lambda w, x: (x @ w).var(0), lambda w, x: 2.0],
-    "sum": [lambda w, x: (x > 0).sum(), lambda w, x: jnp.zeros(5, jnp.int8), lambda w, x: 3],
+    "mean": [lambda w, x: x.mean(), lambda w, x: (x @ w).var(0)],
+    "sum": [lambda w, x: (x > 0).sum(), lambda w, x: (x > 0).astype(jnp.int8).sum(0)],
     "rows": [
         lambda w, x: x @ w,
         lambda w, x: x > 0,
         lambda w, x: (x @ w).reshape(-1),
-        lambda w, x: jax.random.split(jax.random.key(0), x.shape[0]),
+        lambda w, x: jax.random.split(rt.microbatch_key(jax.random.key(0)), x.shape[0]),
     ],
-    "first": [lambda w, x: jax.random.key(0)],
+    "first": [
+        lambda w, x: rt.microbatch_key(jax.random.key(0)),
+        lambda w, x: (w > 0).sum(),
+        lambda w, x: w.max(),
+    ],
 }
 
 
@@ -59,13 +63,38 @@ def test_the_join_of_an_auxiliary_value(how, aux):
     [
         lambda w, x: x.T,
         lambda w, x: x @ x.T,
-        lambda w, x: jnp.zeros(x.shape[0] + 1),
+        lambda w, x: x.sum() * jnp.zeros(x.shape[0] + 1),
         lambda w, x: jnp.isnan(x).any(),
     ],
 )
 def test_an_auxiliary_value_that_cannot_be_joined(aux):
     with pytest.raises(UnsupportedError, match="auxiliary"):
         regions_of(lambda w, x: (mean_of(w, x), aux(w, x)), has_aux=True)
+
+
+@pytest.mark.parametrize(
+    "aux",
+    [
+        lambda w, x: x.shape[0],
+        lambda w, x: jnp.zeros(x.shape[0] + 1),
+        lambda w, x: jax.random.uniform(jax.random.key(0), x.shape[:1]),
+        lambda w, x: np.arange(5.0) + x.shape[0],
+    ],
+)
+def test_what_depends_on_neither_parameters_nor_batch_is_that_of_the_whole_batch(aux):
+    """A size that the loss of a microbatch returns is the size of the microbatch."""
+    regions = regions_of(lambda w, x: (mean_of(w, x), aux(w, x)), has_aux=True)
+    w, x = np.ones((3, 2), np.float32), np.ones((12, 3), np.float32)
+    run = as_function(cut(regions.step, regions.step.invars, regions.step.outvars[-1:]))
+    np.testing.assert_array_equal(run(w, x)[0], aux(w, x))
+
+
+def test_a_weight_that_is_a_constant_stays_with_its_sum():
+    regions = regions_of(
+        lambda w, x: (mean_of(w, x), jnp.float32(x.shape[0])), reduction="weighted"
+    )
+    assert regions.joins == ("sum", "sum")
+    assert len(regions.loss.outvars) == 2
 
 
 def test_a_weighted_loss_is_divided_in_the_update():

@@ -1,0 +1,59 @@
+"""What decorated steps have in common: they are compiled for the shapes that they are called with."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ratrain_jax.lowered import Lowered
+from ratrain_jax.options import Options
+from ratrain_jax.tracing import abstract
+
+if TYPE_CHECKING:
+    from ratrain_jax.runtime.compiled import Compiled
+
+CACHE_SIZE = 8
+
+
+class Step(abc.ABC):
+    """A decorated step.
+
+    Attributes:
+        options: what it was decorated with.
+        __wrapped__: the undecorated step.
+    """
+
+    def __init__(self, step: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, step)
+        self.__wrapped__ = step
+        self.options = options
+        self._compiled: dict[Any, Compiled] = {}
+
+    @abc.abstractmethod
+    def lower(self, *args: Any) -> Lowered:
+        """Traces and lowers the step."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs one step, compiling it for these shapes first if it must."""
+        key = self._key(args)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self.lower(*args).compile()
+            while len(self._compiled) >= CACHE_SIZE:
+                self._compiled.pop(next(iter(self._compiled)))
+            self._compiled[key] = compiled
+        return compiled(*args)
+
+    def _key(self, args: Sequence[Any]) -> Any:
+        """What a compiled step is kept under."""
+        leaves, tree = jax.tree.flatten(abstract(args))
+        return (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+
+    def __repr__(self) -> str:
+        name = getattr(self.__wrapped__, "__name__", "step")
+        o = self.options
+        return f"<{type(self).__name__} {name}: {o.stages} stages × {o.data_parallel}, {o.microbatches} microbatches>"
