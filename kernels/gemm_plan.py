@@ -135,13 +135,18 @@ def _sizes(total: int, least: int) -> list[int]:
     return sorted({max(size, min(least, total)) for size in sizes}, reverse=True)
 
 
-@functools.lru_cache(maxsize=256)
 def micro_kernels(gemm: Gemm, machine: Machine, flow: str) -> tuple[tuple[int, int, int], ...]:
     """Returns the largest (m, n, ku) that the register rules allow and the units can be fed for.
 
     A kernel is left out if another is at least as large both ways, or if scalars or loads, not
     arithmetic, bound its steps.
     """
+    # The rules know of dtypes and registers, not of the product's size.
+    return _micro_kernels(dataclasses.replace(gemm, rows=1, cols=1, depth=1), machine, flow)
+
+
+@functools.lru_cache(maxsize=256)
+def _micro_kernels(gemm: Gemm, machine: Machine, flow: str) -> tuple[tuple[int, int, int], ...]:
     accelerator = accelerator_of(machine)
     dot = int(flow == "dot")
     found = []
@@ -173,23 +178,30 @@ def candidates(gemm: Gemm, machine: Machine, flow: str) -> SimpleNamespace:
     inner = _inner(gemm, machine, flow)
     cores = accelerator_of(machine).cores
     outer = np.array(list(_outer(gemm, cores)), dtype=np.int64).reshape(-1, 4).T
-    # Several row tiles need a B panel that stays in AM; GSM must hold the block.
-    held = (outer[1] == 1)[None, :] | (inner.k_a == inner.k_g)[:, None]
-    blocks = inner.k_g[:, None] * (outer[3] * outer[0])[None, :]
-    at, of = np.nonzero(held & (blocks * gemm.bytes <= machine.memory("GSM").bytes))
-    rows, row_tiles, split_n, gsm_depth = (column[of] for column in outer)
+    rows, row_tiles, split_n, gsm_depth = outer
+    shares = row_tiles * np.where(split_n, 1, cores)
+    heights, height = np.unique(inner.m, return_inverse=True)
+    tiles = ceil_div(ceil_div(rows, shares), heights[:, None]) * heights[:, None]
+    m_a = tiles[height]  # of each inner choice with each outer one
+    # Several row tiles need a B panel that stays in AM; GSM must hold the block, and AM the panel and the tiles.
+    fits = (row_tiles == 1) | (inner.k_a == inner.k_g)[:, None]
+    blocks = inner.k_g[:, None] * (m_a * (shares * gsm_depth))
+    fits &= blocks * gemm.bytes <= machine.memory("GSM").bytes
+    panel = (inner.b_depth * gemm.bytes * inner.k_a)[:, None]
+    columns = (panel + inner.c_depth * gemm.acc_bytes * m_a) * inner.n_a[:, None]
+    fits &= columns <= machine.memory("AM").bytes
+    at, of = np.nonzero(fits)
     plan = _take(inner, at)
-    plan.split_n, plan.gsm_depth = split_n, gsm_depth
-    shares = row_tiles * np.where(plan.split_n, 1, cores)
-    plan.m_a = ceil_div(ceil_div(rows, shares), plan.m) * plan.m
-    plan.m_g = plan.m_a * shares
+    plan.split_n, plan.gsm_depth = split_n[of], gsm_depth[of]
+    plan.m_a = m_a[at, of]
+    plan.m_g = plan.m_a * shares[of]
     plan.strips = _levels(ceil_div(plan.m_a, np.minimum(plan.m_s, plan.m_a)))
     plan.m_s = _strip(plan)
     need = buffer_bytes(plan, gemm)
-    fits = np.ones(plan.m.shape, bool)
+    fit = np.ones(plan.m.shape, bool)
     for name, count in need.items():
-        fits &= count <= machine.memory(name).bytes
-    return _take(plan, np.flatnonzero(fits))
+        fit &= count <= machine.memory(name).bytes
+    return plan if fit.all() else _take(plan, np.flatnonzero(fit))
 
 
 def with_shorter_strips(plan: SimpleNamespace) -> SimpleNamespace:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ratrain_jax.kernels import Machine, load_machine
 from ratrain_jax.lowering.code import StepCode
@@ -92,15 +93,39 @@ class Lowered:
         found = load_machine(machine) if isinstance(machine, str) else machine
         return CostAnalysis(found, layer_costs(self.code, self.program, found), self.code.routing)
 
-    def compile(self) -> Compiled:
+    def compile(
+        self,
+        compiler_options: Mapping[str, Any] | None = None,
+        *,
+        progress: bool | Callable[[int, int], None] | None = None,
+    ) -> Compiled:
         """Compiles the program for its devices.
+
+        Args:
+            compiler_options: as for `jax.stages.Lowered.compile`, for every executable.
+            progress: told how many executables are compiled, and of how many; True for a bar on standard error, False
+                for none, None for one if standard error is a terminal.
 
         Raises:
             LayoutError: there are fewer devices than stages × data_parallel.
-        """
-        from ratrain_jax.runtime.compiled import compile_lowered
 
-        return compile_lowered(self)
+        Example:
+            >>> import jax, jax.numpy as jnp, ratrain_jax as rt
+            >>> @rt.train_step()
+            ... def step(w, x):
+            ...     loss, grad = rt.value_and_grad(lambda w: ((x * w) ** 2).mean())(w)
+            ...     return w - grad, loss
+            >>> counts = []
+            >>> lowered = step.lower(jnp.float32(1), jnp.ones(2))
+            >>> compiled = lowered.compile(progress=lambda done, total: counts.append((done, total)))
+            >>> counts[-1] == (compiled.executables, compiled.executables)
+            True
+        """
+        from ratrain_jax.runtime.compiled import Compiled
+        from ratrain_jax.runtime.progress import compiling
+
+        with compiling(progress) as report:
+            return Compiled(self, compiler_options or {}, report)
 
     def __repr__(self) -> str:
         s = self.program.settings

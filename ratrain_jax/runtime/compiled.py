@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -44,13 +44,18 @@ class Compiled:
     """
 
     def __init__(
-        self, lowered: Lowered, progress: Callable[[int, int], None] | None = None
+        self,
+        lowered: Lowered,
+        compiler_options: Mapping[str, Any],
+        progress: Callable[[int, int], None],
     ) -> None:
         options = lowered.options
         self.lowered = lowered
         self._code, self._program = lowered.code, lowered.program
         keep_freed_memory()
-        self._groups = make_groups(options.stages, options.data_parallel, options.devices)
+        self._groups = make_groups(
+            options.stages, options.data_parallel, options.devices, compiler_options
+        )
         library = self._library = shared_library(self._code.fingerprint, self._groups)
         executors = Executors(self._code, self._program, self._groups, library)
         self._plan = flatten(self._program, executors)
@@ -340,8 +345,3 @@ def _array(leaf: Any) -> Any:
         return leaf
     dtype = jax.typeof(leaf).dtype
     return np.array(leaf, dtype=dtype)
-
-
-def compile_lowered(lowered: Lowered) -> Compiled:
-    """Compiles a lowered step."""
-    return Compiled(lowered)

@@ -40,13 +40,12 @@ class Library:
             self._made[key] = _pool().submit(_compile, group, recipe)
         return self._made[key]
 
-    def finish(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Waits for all that was asked for; returns how many there are."""
+    def finish(self, progress: Callable[[int, int], None]) -> int:
+        """Waits for all that was asked for, and tells how far it is; returns how many there are."""
         futures = list(self._made.values())
         for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
             future.result()
-            if progress is not None:
-                progress(count, len(futures))
+            progress(count, len(futures))
         return len(futures)
 
 
@@ -80,9 +79,10 @@ def _pool() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def shared_library(fingerprint: str, groups: Sequence[Group]) -> Library:
-    """The library of a step's code on these devices: the one that a living compiled step has, or a new one."""
+    """The library of a step's code on these groups: the one that a living compiled step has, or a new one."""
     devices = tuple(device.id for group in groups for device in group.devices)
-    key = (fingerprint, devices, jax.numpy.result_type(float).name)
+    options = tuple(sorted((name, str(value)) for name, value in groups[0].options.items()))
+    key = (fingerprint, devices, options, jax.numpy.result_type(float).name)
     library = _libraries.get(key)
     if library is None:
         library = Library(groups)

@@ -95,9 +95,18 @@ class Group:
 
 
 def make_groups(
-    stages: int, data_parallel: int, devices: Sequence[Any] | None
+    stages: int,
+    data_parallel: int,
+    devices: Sequence[Any] | None,
+    options: Mapping[str, Any],
 ) -> tuple[Group, ...]:
     """Devices of each stage, stage by stage.
+
+    Args:
+        stages: P.
+        data_parallel: D, devices of each stage.
+        devices: all devices; `jax.devices()` unless given.
+        options: the user's own for the compiler.
 
     Raises:
         LayoutError: too few devices.
@@ -110,8 +119,7 @@ def make_groups(
             f" On CPU set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before JAX is imported."
         )
     used = found[:wanted]
-    options = compiler_options(used)
+    told = {**compiler_options(used), **options}
     return tuple(
-        Group(tuple(used[s * data_parallel : (s + 1) * data_parallel]), options)
-        for s in range(stages)
+        Group(tuple(used[s * data_parallel : (s + 1) * data_parallel]), told) for s in range(stages)
     )

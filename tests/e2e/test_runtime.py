@@ -654,3 +654,26 @@ def test_a_traced_step_gives_what_a_called_one_gives(decorated):
     assert differing(traced, called) == []
     ops = [op for op in compiled.lowered.program.ops() if type(op).__name__ != "Free"]
     assert len(run.ops) == len(ops)
+
+
+# Compiling.
+
+
+def test_progress_tells_of_every_executable(capsys):
+    lowered = rt.train_step(stages=2, microbatches=2)(sgd_step).lower(make_state(), make_batch())
+    told = []
+    compiled = lowered.compile(progress=lambda done, total: told.append((done, total)))
+    assert told == [(n, compiled.executables) for n in range(1, compiled.executables + 1)]
+    lowered.compile()
+    assert capsys.readouterr().err == ""  # standard error is no terminal
+    lowered.compile(progress=True)
+    assert "compiling" in capsys.readouterr().err
+
+
+def test_compiler_options_reach_the_compiler():
+    lowered = rt.train_step(stages=2, microbatches=2)(sgd_step).lower(make_state(), make_batch())
+    one = lowered.compile()
+    other = lowered.compile({"xla_cpu_enable_fast_math": True})
+    assert one._library is not other._library
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        lowered.compile({"xla_no_such_option": True})

@@ -1,0 +1,39 @@
+"""Shows how far compiling is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+Report = Callable[[int, int], None]
+"""Takes how many executables are compiled, and how many there are."""
+
+
+@contextlib.contextmanager
+def compiling(progress: bool | Report | None) -> Iterator[Report]:
+    """What is told of each executable that is compiled.
+
+    Args:
+        progress: a function; True for a bar on standard error; False for nothing; None for a bar if standard error is a
+            terminal.
+    """
+    if callable(progress):
+        yield progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if progress is False or not (progress or console.is_terminal):
+        yield lambda done, total: None
+        return
+    columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        TextColumn("compiling"),
+        *columns,
+        console=console,
+        transient=console.is_terminal,
+        expand=True,
+    ) as bar:
+        task = bar.add_task("compiling", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
