@@ -80,9 +80,10 @@ def trace_step(
     if not args:
         raise StepError("a train step takes the state as its first argument, but none was given.")
     state, *rest = (abstract(arg) for arg in args)
+    small_rest = microbatch(rest, options)
     whole, result = jax.make_jaxpr(step, return_shape=True)(state, *rest)
     parts = options.data_parallel * options.microbatches
-    small = whole if parts == 1 else trace_small(step, state, microbatch(rest, options))
+    small = whole if parts == 1 else trace_small(step, state, small_rest)
     state_leaves, state_tree = jax.tree.flatten(state)
     batch_leaves, batch_tree = jax.tree.flatten(tuple(rest))
     has_state = _returns_state(result, state)

@@ -86,8 +86,10 @@ class Reshaper:
         sliced = tuple(PartitionSpec(AXIS) for _ in axes)
         enter = _mapped(group, lambda arrays: tuple(x[None] for x in arrays), whole, sliced)
         leave = _mapped(group, lambda arrays: tuple(x[0] for x in arrays), sliced, whole)
-        self._enter = jax.jit(enter, donate_argnums=0 if donate else ())
-        self._leave = jax.jit(leave, donate_argnums=0)
+        # Said, because the compiler would leave an array of size zero on every device.
+        inside = tuple(group.sharding for _ in axes)
+        self._enter = jax.jit(enter, donate_argnums=0 if donate else (), out_shardings=inside)
+        self._leave = jax.jit(leave, donate_argnums=0, out_shardings=tuple(self.shardings))
 
     def enter(self, arrays: Sequence[Any]) -> Bundle:
         """From arrays of the user's shapes, on the group already."""

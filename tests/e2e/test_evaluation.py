@@ -16,7 +16,7 @@ from ratrain_jax.lowering.verify import verify
 from tests.models.case import OPTIMIZERS, linen_case
 from tests.models.gpt import GPT, loss, make_batch
 from tests.models.llama import Llama
-from tests.models.scanned import mlp_case, scanned_gpt
+from tests.models.scanned import mlp_case
 from tests.training import differing, named_leaves, train
 
 SMALL = {"width": 8, "layers": 2, "heads": 2}
@@ -29,12 +29,7 @@ def text(name, model):
 CASE = text("small_llama", Llama(groups=1, hidden=24, **SMALL))
 TIED_CASE = text("small_gpt", GPT(**SMALL))
 TWO_BY_TWO = {"stages": 2, "data_parallel": 2, "microbatches": 2}
-LAYOUTS = [
-    {"stages": 1, "microbatches": 2},
-    {"stages": 3, "microbatches": 2},
-    TWO_BY_TWO,
-    {"stages": 2, "data_parallel": 2, "zero": 2, "schedule": "1f1b"},
-]
+LAYOUTS = [{"stages": 3, "microbatches": 2}, {**TWO_BY_TWO, "zero": 2}]
 
 
 def piped(case, optimizer, **layout):
@@ -92,7 +87,7 @@ def test_a_tied_table_is_borrowed():
     assert_close(logits(state, batch), jax.jit(logits.__wrapped__)(rt.gather(state), batch))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_goes_on_as_if_there_had_been_no_evaluation(layout):
     """At another sequence length and another number of rows."""
     optimizer = OPTIMIZERS["adamw"]()
@@ -159,7 +154,7 @@ def test_the_program_goes_forward_only_and_needs_less_memory():
     assert census.largest_difference <= 0.02
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_nothing_of_the_state_is_used_up(layout):
     optimizer = OPTIMIZERS["adamw"]()
     state, batch = CASE.make_state(optimizer), CASE.make_batch(0, 4)
@@ -189,19 +184,6 @@ def test_stacked_layers(layout):
     assert_close(norms(state, batch), wanted(rt.gather(state), batch))
     stages = [layer.stage for layer in norms.lower(state, batch).program.layers]
     assert stages == [layer.stage for layer in step.lower(state, batch).program.layers]
-
-
-def test_a_scan_in_a_linen_model():
-    case, optimizer = scanned_gpt("scan", width=8), OPTIMIZERS["adamw"]()
-    step = piped(case, optimizer, **TWO_BY_TWO)
-    state, batch = case.make_state(optimizer), case.make_batch(0, 4)
-
-    @rt.eval_step(step)
-    def logits(state, batch):
-        return state.apply_fn({"params": state.params}, batch["inputs"])
-
-    state, _ = step(state, batch)
-    assert_close(logits(state, batch), jax.jit(logits.__wrapped__)(rt.gather(state), batch))
 
 
 class Normed(nn.Module):

@@ -221,16 +221,17 @@ def test_the_weights_of_all_parts_are_added_before_the_first_update(zero):
 def test_a_weighted_loss_is_bitwise_equal_in_every_order():
     optimizer = optax.sgd(0.1)
     step = step_of(weighted, optimizer, "weighted")
-    results = []
-    for more in (
-        {},
-        {"schedule": "gpipe"},
-        {"schedule": "1f1b", "recovery": "backward"},
-        {"recovery": "forward", "update_prefetch": False},
-        {"layerwise_state": False},
-    ):
-        piped = rt.train_step(stages=2, data_parallel=2, microbatches=3, **more)(step)
-        results.append(piped(state_of(optimizer), make_batch()))
+    steps = [
+        rt.train_step(stages=2, data_parallel=2, microbatches=3, **more)(step)
+        for more in (
+            {},
+            {"schedule": "gpipe"},
+            {"schedule": "1f1b", "recovery": "backward"},
+            {"recovery": "forward", "update_prefetch": False},
+            {"layerwise_state": False},
+        )
+    ]
+    results = [piped(state_of(optimizer), make_batch()) for piped in steps]
     for other in results[1:]:
         assert differing(results[0], other) == []
 
@@ -480,7 +481,14 @@ def early_penalty(params, batch):
 
 
 @pytest.mark.parametrize("loss", [deep_supervision, early_loss, early_penalty])
-@pytest.mark.parametrize("layout", [LAYOUTS[1], {**LAYOUTS[2], "recovery": "backward"}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(LAYOUTS[1], marks=pytest.mark.slow),
+        {**LAYOUTS[2], "recovery": "backward"},
+    ],
+    ids=str,
+)
 def test_losses_from_the_middle_of_the_network(loss, layout):
     step = middle_step(loss)
     piped = rt.train_step(**layout)(step)

@@ -23,6 +23,7 @@ from ratrain_jax.lowering.program import (
     Recover,
     UpdateShard,
 )
+from tests.models import CASES, OPTIMIZERS
 from tests.training import differing
 
 WIDTH = 16
@@ -306,6 +307,26 @@ def test_the_bytes_really_alive_are_those_predicted(options):
         for stage, peak in zip(census.stages, peaks, strict=True):
             assert 0.5 * peak < max(stage.counted) <= 1.001 * peak
     assert np.isfinite(metrics["loss"])
+
+
+QUICK = ("equal_mlp", "lstm")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, case in CASES.items()
+    ],
+)
+def test_the_bytes_alive_in_every_model(case):
+    optimizer = OPTIMIZERS["adamw"]()
+    step = rt.train_step(stages=2, data_parallel=2, microbatches=2)(
+        case.make_step(optimizer, rt.value_and_grad)
+    )
+    state, batch = case.make_state(optimizer), case.make_batch(0, 8)
+    _, census = step.lower(state, batch).compile().census(state, batch)
+    assert census.largest_difference <= 0.02
 
 
 def test_a_census_leaves_training_as_it_is():

@@ -107,7 +107,14 @@ def test_all_products_and_attentions_of_the_model_are_kernels(state):
 
 @pytest.mark.parametrize(
     ("name", "attentions"),
-    [("encoder_decoder", 6), ("vit", 4), ("llama", 4), ("nnx", 4), ("unet", 0), ("lstm", 0)],
+    [
+        ("vit", 4),
+        ("unet", 0),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [("encoder_decoder", 6), ("llama", 4), ("nnx", 4), ("lstm", 0)]
+        ),
+    ],
 )
 def test_other_models_lower_with_every_attention_a_kernel_and_a_reason_for_the_rest(
     name, attentions

@@ -530,6 +530,22 @@ def test_frozen_and_unused_parameters():
 # Shapes.
 
 
+@pytest.mark.parametrize("layout", [{"stages": 2, "microbatches": 2}, TWO_BY_TWO], ids=str)
+def test_parameters_of_size_zero_and_scalars(layout):
+    def step(state, batch, value_and_grad=rt.value_and_grad):
+        def loss_fn(params):
+            hidden = predict(params["layers"], batch["x"]) * params["scale"]
+            return ((hidden - batch["y"]) ** 2).mean() + params["nothing"].sum()
+
+        loss, grads = value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    state = {"layers": make_params(), "nothing": jnp.zeros((0, 4)), "scale": jnp.float32(2)}
+    batches = [(make_batch(n),) for n in range(2)]
+    ours, _ = assert_same(step, state, *batches, **layout)
+    assert ours[0]["nothing"].shape == (0, 4)
+
+
 def test_two_batch_sizes_alternate(decorated):
     """Training goes on unharmed after a step at another size; each size is compiled once."""
     sizes = [8, 16, 8, 8, 16, 8]

@@ -18,8 +18,8 @@ GPT_CASE = linen_case(
 )
 
 LAYOUTS = {
-    "2 stages x 2": {"stages": 2, "data_parallel": 2, "microbatches": 4, "zero": 1},
-    "2 stages x 2, zero 2": {"stages": 2, "data_parallel": 2, "microbatches": 4, "zero": 2},
+    "2 stages x 2": {"stages": 2, "data_parallel": 2, "microbatches": 3, "zero": 1},
+    "2 stages x 2, zero 2": {"stages": 2, "data_parallel": 2, "microbatches": 3, "zero": 2},
     "4 stages, 3 microbatches": {"stages": 4, "microbatches": 3},
 }
 

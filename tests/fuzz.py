@@ -1,0 +1,277 @@
+"""Random train steps under random settings, against `jax.jit` of the same step, in float64.
+
+A `Trial` is data: the parts of a model, an optimizer, what the loss is, and how it is run. `strategies` draws trials, `check`
+runs one, and one that fails can be run again from the shell:
+
+    python -m tests.fuzz '{"parts": ["dense", "tied"], "stages": 2}'
+"""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import strategies as st
+
+import ratrain_jax as rt
+from ratrain_jax.errors import LayoutError
+from tests import conftest as _devices  # before JAX  # noqa: F401
+
+WIDTH = 4
+STEPS = 3
+TOLERANCE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One train step and how it is run."""
+
+    parts: tuple[str, ...] = ("dense", "dense")
+    optimizer: str = "adam"
+    reduction: str = "mean"
+    aux: bool = False
+    stages: int = 1
+    data_parallel: int = 1
+    microbatches: int = 1
+    zero: int = 1
+    schedule: str = "ratrain"
+    recovery: str = "auto"
+    layerwise_state: bool = True
+    update_prefetch: bool = True
+    window: int = 2
+
+    def command(self) -> str:
+        """The line that runs it again."""
+        plain = Trial()
+        told = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(plain, field.name)
+        }
+        return f"python -m tests.fuzz '{json.dumps(told)}'"
+
+
+# Parts of a model: what each draws, and what it does to (x, what earlier parts made).
+
+
+def _kernel(rng, *shape):
+    return rng.normal(size=shape or (WIDTH, WIDTH)) / np.sqrt(WIDTH)
+
+
+def _norm(p, x):
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * p["scale"]
+
+
+def _scan(p, x, earlier, first):
+    def layer(x, kernel):
+        return jnp.tanh(x @ kernel), None
+
+    return jax.lax.scan(layer, x, p["stack"])[0]
+
+
+def _attention(p, x, earlier, first):
+    weights = jax.nn.softmax(x @ p["mix"] @ x.mT / 2)
+    return x + weights @ x
+
+
+PARTS = {
+    "dense": (
+        lambda rng: {"kernel": _kernel(rng), "bias": _kernel(rng, WIDTH)},
+        lambda p, x, earlier, first: jnp.tanh(x @ p["kernel"] + p["bias"]),
+    ),
+    "residual": (
+        lambda rng: {"up": _kernel(rng, WIDTH, 8), "down": _kernel(rng, 8, WIDTH)},
+        lambda p, x, earlier, first: x + jax.nn.gelu(x @ p["up"]) @ p["down"],
+    ),
+    "norm": (
+        lambda rng: {"scale": np.ones(WIDTH)},
+        lambda p, x, earlier, first: _norm(p, x),
+    ),
+    "attention": (lambda rng: {"mix": _kernel(rng)}, _attention),
+    "skip": (lambda rng: {}, lambda p, x, earlier, first: x + earlier[0]),
+    "tied": (lambda rng: {}, lambda p, x, earlier, first: x @ first.T),
+    "scale": (
+        lambda rng: {"factor": np.float64(1.5)},
+        lambda p, x, earlier, first: x * p["factor"],
+    ),
+    "frozen": (
+        lambda rng: {"kernel": _kernel(rng)},
+        lambda p, x, earlier, first: x + x @ jax.lax.stop_gradient(p["kernel"]),
+    ),
+    "unused": (
+        lambda rng: {"kernel": _kernel(rng), "nothing": np.zeros((0, 3))},
+        lambda p, x, earlier, first: x,
+    ),
+    "checkpoint": (
+        lambda rng: {"kernel": _kernel(rng)},
+        lambda p, x, earlier, first: jax.checkpoint(lambda k, x: jnp.sin(x @ k))(p["kernel"], x),
+    ),
+    "parallel": (
+        lambda rng: {"left": _kernel(rng), "right": _kernel(rng)},
+        lambda p, x, earlier, first: x + jnp.tanh(x @ p["left"]) + jnp.sin(x @ p["right"]),
+    ),
+    "scan": (lambda rng: {"stack": _kernel(rng, 2, WIDTH, WIDTH)}, _scan),
+}
+
+# Each is smooth enough that rounding is not amplified; the hand-written one uses the loss.
+OPTIMIZERS = {
+    "adam": lambda: optax.adam(1e-2, eps=1e-3),
+    "clipped adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)
+    ),
+    "momentum": lambda: optax.sgd(optax.linear_schedule(0.1, 0.01, 5), momentum=0.9),
+    "every second step": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "if finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 2),
+    "lamb": lambda: optax.lamb(1e-2),
+    "masked": lambda: optax.masked(optax.sgd(0.1), lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
+    "by loss": optax.identity,
+}
+
+
+def make_params(trial: Trial):
+    rng = np.random.default_rng(len(trial.parts))
+    layers = {f"part_{n}": PARTS[part][0](rng) for n, part in enumerate(trial.parts)}
+    params = {"first": {"kernel": _kernel(rng)}, **layers}
+    return jax.tree.map(jnp.asarray, {name: leaves for name, leaves in params.items() if leaves})
+
+
+def make_batch(trial: Trial, seed: int):
+    rows = 2 * trial.data_parallel * trial.microbatches
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 3, WIDTH))
+    return {"x": x, "y": np.sin(x[..., ::-1]), "weight": rng.integers(0, 2, size=(rows, 3)) + 0.1}
+
+
+def predict(trial: Trial, params, x):
+    first = params["first"]["kernel"]
+    x = x @ first
+    earlier = [x]
+    for n, part in enumerate(trial.parts):
+        x = PARTS[part][1](params.get(f"part_{n}", {}), x, earlier, first)
+        earlier.append(x)
+    return x
+
+
+def make_step(trial: Trial, value_and_grad):
+    optimizer = OPTIMIZERS[trial.optimizer]()
+
+    def loss_fn(params, batch):
+        error = ((predict(trial, params, batch["x"]) - batch["y"]) ** 2).mean(-1)
+        loss = {
+            "mean": error.mean(),
+            "sum": error.sum() / 16,
+            "weighted": ((error * batch["weight"]).sum(), batch["weight"].sum()),
+        }[trial.reduction]
+        return (loss, {"error": error, "count": (error > 1).sum()}) if trial.aux else loss
+
+    def step(state, batch):
+        both = value_and_grad(loss_fn, has_aux=trial.aux)
+        value, grads = both(state["params"], batch)
+        loss, aux = value if trial.aux else (value, None)
+        updates, inner = optimizer.update(grads, state["optimizer"], state["params"])
+        if trial.optimizer == "by loss":
+            updates = jax.tree.map(lambda g: -0.1 * g / (1 + loss), grads)
+        params = optax.apply_updates(state["params"], updates)
+        metrics = {"loss": loss, "norm": optax.tree.norm(grads), "aux": aux}
+        return {"params": params, "optimizer": inner}, metrics
+
+    return step
+
+
+def run(trial: Trial, step):
+    params = make_params(trial)
+    state = {"params": params, "optimizer": OPTIMIZERS[trial.optimizer]().init(params)}
+    kept = []
+    for seed in range(STEPS):
+        state, metrics = step(state, make_batch(trial, seed))
+        kept.append(jax.tree.map(np.asarray, metrics))
+    return jax.tree.map(np.asarray, {"state": state, "metrics": kept})
+
+
+def check(trial: Trial) -> bool:
+    """Trains both ways.
+
+    Returns:
+        Whether the trial could be run; one with more stages than layers cannot.
+
+    Raises:
+        AssertionError: a leaf of the last state, or a metric, differs; the message says how to run the trial again.
+    """
+
+    def reduced(loss_fn, **options):
+        return rt.value_and_grad(loss_fn, reduction=trial.reduction, **options)
+
+    piped = rt.train_step(
+        stages=trial.stages,
+        data_parallel=trial.data_parallel,
+        microbatches=trial.microbatches,
+        zero=trial.zero,
+        schedule=trial.schedule,
+        recovery=trial.recovery,
+        layerwise_state=trial.layerwise_state,
+        update_prefetch=trial.update_prefetch,
+        window=rt.Window(layers=trial.window, microbatches=trial.window),
+    )(make_step(trial, reduced))
+    try:
+        found = run(trial, piped)
+    except LayoutError:
+        return False
+    except Exception as error:
+        error.add_note(f"To run it again: {trial.command()}")
+        raise
+    # Outside a compiled step, rt.value_and_grad is JAX's own, also for a weighted loss.
+    wanted = run(trial, jax.jit(make_step(trial, _plain(trial))))
+    theirs = dict(jax.tree_util.tree_leaves_with_path(wanted))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        reference = theirs[path].astype(float)
+        apart = np.abs(leaf - reference).max(initial=0) / np.abs(reference).max(initial=1e-3)
+        where = f"{jax.tree_util.keystr(path)} is {apart:.1e} of its largest value apart"
+        assert (leaf.shape, leaf.dtype) == (reference.shape, theirs[path].dtype), where
+        assert apart <= TOLERANCE, f"{where}. To run it again: {trial.command()}"
+    return True
+
+
+def _plain(trial: Trial):
+    """`jax.value_and_grad` of the whole loss."""
+
+    def plain(loss_fn, *, has_aux):
+        def whole(params, batch):
+            out = loss_fn(params, batch)
+            loss, aux = out if has_aux else (out, None)
+            if trial.reduction == "weighted":
+                loss = loss[0] / loss[1]
+            return (loss, aux) if has_aux else loss
+
+        return jax.value_and_grad(whole, has_aux=has_aux)
+
+    return plain
+
+
+strategies = st.builds(
+    Trial,
+    parts=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=5).map(tuple),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    reduction=st.sampled_from(["mean", "sum", "weighted"]),
+    aux=st.booleans(),
+    stages=st.integers(1, 4),
+    data_parallel=st.integers(1, 3),
+    microbatches=st.integers(1, 5),
+    zero=st.integers(1, 2),
+    schedule=st.sampled_from(["ratrain", "1f1b", "gpipe"]),
+    recovery=st.sampled_from(["auto", "none", "backward", "forward"]),
+    layerwise_state=st.booleans(),
+    update_prefetch=st.booleans(),
+    window=st.integers(1, 3),
+)
+"""Trials of every kind."""
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    told = json.loads(sys.argv[1])
+    trial = Trial(**{**told, "parts": tuple(told.get("parts", Trial.parts))})
+    print("agrees" if check(trial) else "more stages than layers")
