@@ -57,12 +57,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], LAYOUTS[1], *(pytest.param(x, marks=SLOW) for x in LAYOUTS[2:])], ids=str
+)
 def test_layers_under_lax_scan_train_as_under_plain_jit(layout):
     check(mlp_case(), CLIPPED, **layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(LAYOUTS[1], marks=SLOW), LAYOUTS[2]], ids=str)
 def test_in_double_precision(layout, double_precision):
     check(mlp_case(), CLIPPED, tolerance=1e-9, **layout)
 
@@ -77,7 +82,11 @@ def double_precision():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"lengths": (2,)}, {"lengths": (2,), "remat": True}, {"lengths": (2, 2)}],
+    [
+        pytest.param({"lengths": (2,)}, marks=SLOW),
+        {"lengths": (2,), "remat": True},
+        pytest.param({"lengths": (2, 2)}, marks=SLOW),
+    ],
     ids=["scan", "remat in scan", "remat_scan"],
 )
 def test_linen_models_train_as_under_plain_jit(fields):
@@ -98,7 +107,7 @@ LONGER = ("if_finite", "adafactor", "block_rms")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in LONGER else []) for n in OPTIMIZERS],
+    [pytest.param(n, marks=[SLOW] if n in LONGER else []) for n in OPTIMIZERS],
 )
 def test_optimizers(name):
     check(mlp_case(3), OPTIMIZERS[name], stages=2, data_parallel=2)

@@ -42,7 +42,16 @@ def train(case, optimizer, steps=3):
     return state, losses, grad_norms, leaf_norms
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+QUICK = ("gpt", "skip_mlp", "equal_mlp", "lstm")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, case in CASES.items()
+    ],
+)
 def test_an_undecorated_step_trains(case):
     _, losses, grad_norms, leaf_norms = train(case, OPTIMIZERS["adamw"]())
     assert np.isfinite(losses).all()
