@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ DEVICES = 16
 QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+if version("jaxlib").startswith("0.10."):  # an unknown setting ends the process
+    QUICK_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
 END_TO_END = Path(__file__).parent / "e2e"
 QUICK = os.environ.get("RATRAIN_TEST_OPTIMIZED") != "1"
 
