@@ -270,6 +270,12 @@ def _inner(gemm: Gemm, machine: Machine, flow: str) -> SimpleNamespace:
     )
     # Columns beyond the product's own, in whole micro-kernels, would only stand empty.
     least &= (width == 1) | (plan.n_a - micro < gemm.cols)
+    # What the bound needs of these alone is worked out here, before rows are chosen too.
+    plan.width = micro
+    plan.step = step_cycles(m, n, gemm, accelerator, plan.dot)
+    plan.fill = fill_cycles(m, n, gemm, accelerator, plan.dot)
+    plan.blocks = ceil_div(gemm.depth, k_g)
+    plan.panels = (plan.blocks - 1) * ceil_div(k_g, k_a) + 1
     return _take(plan, np.flatnonzero(least))
 
 
@@ -287,7 +293,7 @@ def _outer(gemm: Gemm, cores: int) -> Iterator[tuple[int, int, int, int]]:
 def _take(plan: SimpleNamespace, index: Any) -> SimpleNamespace:
     """Some of the plans; what is equal in all of them is one number."""
     fields = vars(plan).items()
-    return SimpleNamespace(**{k: v[index] if np.ndim(v) else v for k, v in fields})
+    return SimpleNamespace(**{k: v.take(index) if np.ndim(v) else v for k, v in fields})
 
 
 def _bound(plan: SimpleNamespace, gemm: Gemm, machine: Machine) -> Any:
@@ -295,26 +301,23 @@ def _bound(plan: SimpleNamespace, gemm: Gemm, machine: Machine) -> Any:
     accelerator = accelerator_of(machine)
     share_m = np.where(plan.split_n, 1, accelerator.cores)
     share_n = np.where(plan.split_n, accelerator.cores, 1)
-    panels = ceil_div(gemm.depth, plan.k_g) - 1
-    panels = panels * ceil_div(plan.k_g, plan.k_a) + 1
-    width = micro_width(plan, gemm, accelerator)
     lanes = np.where(plan.dot, accelerator.lanes(gemm.bytes), 1)
-    step = step_cycles(plan.m, plan.n, gemm, accelerator, plan.dot)
-    fill = fill_cycles(plan.m, plan.n, gemm, accelerator, plan.dot)
-    calls = ceil_div(ceil_div(gemm.rows, share_m), plan.m) * (gemm.cols / share_n / width)
-    cycles = calls * (gemm.depth / lanes * step + panels * fill)
+    calls = ceil_div(ceil_div(gemm.rows, share_m), plan.m) * (gemm.cols / share_n / plan.width)
+    cycles = calls * (gemm.depth / lanes * plan.step + plan.panels * plan.fill)
     turns = gemm.cols / column_block(plan, accelerator.cores)
-    starts = turns * panels * (gemm.rows / share_m / plan.m_s) * accelerator.dma_start_cycles
+    starts = turns * plan.panels * (gemm.rows / share_m / plan.m_s) * accelerator.dma_start_cycles
+    row_blocks = ceil_div(gemm.rows, plan.m_g)
     if gemm.form == "nt":
         squares = gemm.depth / accelerator.lanes(gemm.bytes) ** 2 * (gemm.cols / share_n)
         turn = transpose_cycles(accelerator.lanes(gemm.bytes), 1, gemm, accelerator)
-        cycles = cycles + (1 - plan.dot) * squares * turn * ceil_div(gemm.rows, plan.m_g)
+        cycles = cycles + (1 - plan.dot) * squares * turn * row_blocks
     busy = (cycles + starts) / accelerator.clock
     operand = gemm.rows * gemm.depth * gemm.bytes
     ddr = machine.memory("DDR").bandwidth
-    moved = gemm.cols * gemm.depth * gemm.bytes * ceil_div(gemm.rows, plan.m_g)
-    blocks = ceil_div(gemm.depth, plan.k_g)
-    moved = moved + gemm.rows * gemm.cols * (2 * (blocks - 1) * gemm.acc_bytes + gemm.out_bytes)
+    moved = gemm.cols * gemm.depth * gemm.bytes * row_blocks
+    moved = moved + gemm.rows * gemm.cols * (
+        2 * (plan.blocks - 1) * gemm.acc_bytes + gemm.out_bytes
+    )
     exposed = np.where(plan.gsm_depth > 1, 0.0, operand / ddr)
     gsm = operand * turns / machine.memory("GSM").bandwidth
     return exposed + np.maximum(np.maximum(busy, gsm), (moved + operand) / ddr - exposed)
@@ -330,8 +333,11 @@ def _best_of(
         least = _take(plan, np.flatnonzero(moved == moved.min()))
         return _first(with_shorter_strips(least), gemm, machine, True)
     bound = _bound(plan, gemm, machine)
-    if bound.min() > limit:
+    near = np.flatnonzero(bound <= limit)
+    if near.size == 0:
         return None
+    if near.size <= _TRIAL:
+        return _first(with_shorter_strips(_take(plan, near)), gemm, machine, False)
     lowest = np.sort(np.argpartition(bound, min(_TRIAL, bound.size) - 1)[:_TRIAL])
     trial = with_shorter_strips(_take(plan, lowest))
     seconds = times(gemm, trial, machine).total
