@@ -65,6 +65,7 @@ class StepCode:
         stage_of: stage of each layer.
         block_of: block of each layer, within its stage.
         update: its update, by layer.
+        names: the path of each flat input of the step.
         paths: name of each parameter.
         master: types of the parameters in the user's state.
         view_dtypes: compute dtype of each parameter.
@@ -84,6 +85,7 @@ class StepCode:
     stage_of: tuple[int, ...]
     block_of: tuple[int, ...]
     update: UpdatePlan
+    names: tuple[str, ...]
     paths: tuple[str, ...]
     master: tuple[Any, ...]
     view_dtypes: tuple[Any, ...]

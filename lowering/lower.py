@@ -132,6 +132,7 @@ def _compile_opened(
         stage_of=stage_of,
         block_of=group_blocks(stage_of, [c.fingerprint for c in codes]),
         update=update,
+        names=trace.names,
         paths=tuple("/".join(path) for path in regions.paths),
         master=tuple(var.aval for var in regions.params),
         view_dtypes=view_dtypes,

@@ -15,6 +15,7 @@ from ratrain_jax.lowering.op_costs import layer_costs
 from ratrain_jax.lowering.program import Program
 from ratrain_jax.lowering.text import as_text
 from ratrain_jax.lowering.trace import Trace
+from ratrain_jax.lowering.unsharded import Unsharded, unsharded
 from ratrain_jax.options import Options
 from ratrain_jax.stacked_state import StackedState, stacked_state
 from ratrain_jax.tracing import Signature
@@ -55,11 +56,20 @@ class Lowered:
         return grid(self.program)
 
     def summary(self) -> str:
-        """The layers and the stages that they are in, as a table; and what it costs to put stacked leaves together."""
+        """The layers and the stages that they are in, as a table; what is not on shards; what stacked leaves cost."""
         from ratrain_jax.tables import layer_table
 
         stacked = self.stacked_state() if self.options.state_layout == "stacked" else None
-        return layer_table(self.program) + (f"\n\n{stacked}" if stacked else "")
+        parts = [layer_table(self.program), self.unsharded(), stacked]
+        return "\n\n".join(str(part) for part in parts if part is not None)
+
+    def unsharded(self) -> Unsharded | None:
+        """What every device of a stage holds or computes whole, with its bytes; None if all is on shards.
+
+        These are leaves of the state without an axis that `data_parallel` divides, and the equations of the update that
+        depend on where an element stands (random numbers, a sort) or reduce some axes.
+        """
+        return unsharded(self.code)
 
     def stacked_state(self) -> StackedState | None:
         """The bytes of the state's stacked leaves; `state_layout="stacked"` puts them together after every step.

@@ -16,9 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ratrain_jax.errors import LayoutError
+from ratrain_jax.lowering.unsharded import AXIS as AXIS
 from ratrain_jax.runtime.host import compiler_options
-
-AXIS = "data"
 
 
 @dataclasses.dataclass(frozen=True)

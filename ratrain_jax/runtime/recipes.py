@@ -30,9 +30,9 @@ from ratrain_jax.lowering.program import (
     UpdateShard,
     ZeroGradient,
 )
-from ratrain_jax.lowering.shards import PARTIAL, ShardProgram, on_shards
+from ratrain_jax.lowering.shards import ShardProgram
 from ratrain_jax.lowering.units import backward_function, forward_function, unit_key
-from ratrain_jax.runtime.groups import AXIS
+from ratrain_jax.lowering.unsharded import AXIS, update_on_shards
 
 Bundle = tuple[Any, ...]
 
@@ -318,27 +318,8 @@ class Recipes:
     def shard_program(self, layer: int, phase: int) -> ShardProgram:
         """A layer's update program over shards."""
         if (layer, phase) not in self._updates:
-            self._updates[layer, phase] = self._make_shard_program(layer, phase)
+            self._updates[layer, phase] = update_on_shards(self.code, layer, phase)
         return self._updates[layer, phase]
-
-    def _make_shard_program(self, layer: int, phase: int) -> ShardProgram:
-        code = self.code
-        update = code.update.layers[layer]
-        closed = update.phases[phase]
-        final = phase == update.phase
-        axes = code.shard_axes
-        gradients = list(self._axes(layer, update.params))
-        parameters = [axes[leaf] for leaf in update.parameters]
-        optimizer = [axes[leaf] for leaf in update.optimizer]
-        layouts = [*gradients, *parameters, *optimizer]
-        layouts += [None] * (len(closed.in_avals) - len(layouts))
-        out: list[Any] = []
-        if final:
-            outvars = code.regions.step.outvars
-            extra = [code.axis(outvars[o].aval.shape) for o in update.outputs]
-            out = [*parameters, *optimizer, *extra]
-        out += [PARTIAL] * len(update.partials[phase])
-        return on_shards(closed, layouts, out, code.data_parallel, AXIS)
 
 
 def _names_axis(eqn: Any) -> bool:
