@@ -44,6 +44,7 @@ test: $(VENV)/.installed
 # Compiled as for a user.
 test-slow: $(VENV)/.installed
 	RATRAIN_TEST_OPTIMIZED=1 $(in_venv) -m pytest -n auto --dist worksteal -m slow
+	RATRAIN_TEST_OPTIMIZED=1 $(in_venv) -m pytest -n auto --dist loadfile tests/e2e/test_schedules_bitwise.py
 
 # Both ends of the supported range, each where this machine has the interpreter.
 test-all:

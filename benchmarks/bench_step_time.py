@@ -13,6 +13,14 @@ import subprocess
 import sys
 import time
 
+SETTINGS = (
+    (4, 2, 1, "at most 0.80"),
+    (8, 2, 1, "at most 0.82"),
+    (4, 4, 1, "at most 0.90"),
+    (4, 2, 2, "no limit"),
+)
+"""Layers, stages, devices of a stage, and what the ratio should be."""
+
 
 class Child:
     """One kind of step in a process of its own, run one step at a time."""
@@ -89,7 +97,7 @@ def child(options: argparse.Namespace) -> None:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, help="without it: every setting with a limit")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=8)
@@ -99,6 +107,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         child(options)
+        return
+    if options.layers is None:
+        for layers, stages, ranks, limit in SETTINGS:
+            flags = {"--layers": layers, "--stages": stages, "--data-parallel": ranks}
+            told = [str(part) for flag in flags.items() for part in flag]
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], *told], check=True)
+            print(f"{'':10}the better of the two: {limit}\n", flush=True)
         return
     kinds = ("plain", "1f1b", "ratrain")
     children = {kind: Child(kind, options) for kind in kinds}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,7 +83,11 @@ def value_and_grad(
     plain = jax.value_and_grad(_checked(plain_loss, has_aux), argnums=argnums, has_aux=has_aux)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        several = isinstance(argnums, Sequence)
+        given = list(argnums) if isinstance(argnums, Sequence) else [argnums]
+        numbers = [operator.index(n) for n in given]
+        if not all(-len(args) <= n < len(args) for n in numbers):
+            return plain(*args, **kwargs)  # for JAX's own message
         wanted = [args[n] for n in numbers]
         leaves, tree = jax.tree.flatten(wanted)
         if not any(compat.is_tracer(leaf) for leaf in leaves):
@@ -96,11 +101,11 @@ def value_and_grad(
         def flat_loss(*flat: Any) -> Any:
             full = _with(args, numbers, tree.unflatten(flat))
             out = fun(*full, **kwargs)
-            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            if has_aux and not _is_pair(out):
                 return plain(*full, **kwargs)  # for JAX's own message
             loss = _divided(lambda: out, has_aux) if weighted else lambda: out
             _checked(loss, has_aux)()
-            return out if has_aux else (out, ())
+            return tuple(out) if has_aux else (out, ())
 
         def refused(how: str) -> Any:
             """As outside a step; a step that holds it is told why it cannot be captured."""
@@ -115,7 +120,7 @@ def value_and_grad(
         if weighted and weight_moves(closed, range(len(leaves))):
             return refused(_WEIGHT_MOVES)
         aux_tree = jax.tree.structure(shape[1])
-        paths = _paths(wanted[0] if isinstance(argnums, int) else wanted)
+        paths = _paths(wanted if several else wanted[0])
         results = bind_region(closed, leaves, paths, reduction)
         value, aux = results[0], aux_tree.unflatten(results[1 : 1 + aux_tree.num_leaves])
         grads = jax.tree.structure(grads_shape).unflatten(results[1 + aux_tree.num_leaves :])
@@ -187,21 +192,37 @@ def _checked(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     @functools.wraps(fun)
     def checked(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
-        for leaf in jax.tree.leaves(out[0] if has_aux else out):
-            aval = jax.typeof(leaf)
-            if aval.shape:
-                raise LossError(
-                    f"the loss has shape {aval.shape}, but only a scalar can be differentiated."
-                    " Take the mean over its examples."
-                )
-            if not jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
-                raise LossError(
-                    f"the loss is of dtype {aval.dtype}, which cannot be differentiated."
-                    " Compute it in a float type."
-                )
+        if has_aux and not _is_pair(out):
+            return out  # JAX refuses it
+        loss = out[0] if has_aux else out
+        if not jax.tree_util.all_leaves([loss]):
+            remedy = (
+                "(loss, aux), the loss a scalar"
+                if has_aux
+                else "it alone, or (loss, aux) with has_aux=True"
+            )
+            raise LossError(
+                f"the loss is a {type(loss).__name__}, but only a scalar can be differentiated. Return {remedy}."
+            )
+        aval = jax.typeof(loss)
+        if aval.shape:
+            raise LossError(
+                f"the loss has shape {aval.shape}, but only a scalar can be differentiated."
+                " Take the mean over its examples."
+            )
+        if not jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
+            raise LossError(
+                f"the loss is of dtype {aval.dtype}, which cannot be differentiated."
+                " Compute it in a float type."
+            )
         return out
 
     return checked
+
+
+def _is_pair(out: Any) -> bool:
+    """Whether JAX takes it for a value and what comes with it."""
+    return isinstance(out, (tuple, list)) and len(out) == 2
 
 
 def _divided(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -210,7 +231,7 @@ def _divided(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     @functools.wraps(fun)
     def divided(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
-        pair = out[0] if has_aux and isinstance(out, tuple) and len(out) == 2 else out
+        pair = out[0] if has_aux and _is_pair(out) else out
         if not isinstance(pair, tuple) or len(pair) != 2:
             form = "((sum, weight), aux)" if has_aux else "(sum, weight)"
             raise LossError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 from ratrain_jax.errors import OptionError
@@ -17,7 +18,7 @@ RECOVERIES = ("auto", "none", "backward", "forward")
 
 
 def _at_least(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
@@ -80,6 +81,12 @@ class Options:
             _one_of("backend", self.backend, BACKENDS)
         if not isinstance(self.window, Window):
             raise OptionError(f"window must be a ratrain_jax.Window, got {self.window!r}.")
+        if not isinstance(self.boundaries, str):  # one name is refused where the layers are known
+            _sequence("boundaries", self.boundaries, "layer names such as ['block_3']")
+            if not all(isinstance(name, str) for name in self.boundaries or ()):
+                raise OptionError(
+                    f"boundaries must be names of layers, as summary() lists them, got {self.boundaries!r}."
+                )
         _sequence("batch_argnums", self.batch_argnums, "argument numbers such as (1,)")
         _sequence("devices", self.devices, "devices such as jax.devices()")
         limit = self.memory_limit
@@ -105,7 +112,11 @@ class Options:
         plain = self.schedule != "ratrain"
         limit = self.memory_limit
         limits = (
-            () if limit is None else (limit,) * self.stages if isinstance(limit, int) else limit
+            ()
+            if limit is None
+            else limit
+            if isinstance(limit, Sequence)
+            else (limit,) * self.stages
         )
         return Settings(
             stages=self.stages,
@@ -119,7 +130,7 @@ class Options:
             window_layers=self.window.layers,
             window_bytes=self.window.bytes,
             window_microbatches=self.window.microbatches,
-            memory_limit=tuple(limits),
+            memory_limit=tuple(map(int, limits)),
         )
 
 

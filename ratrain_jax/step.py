@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ratrain_jax import compat
+from ratrain_jax.errors import StepError
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.options import Options
 from ratrain_jax.tracing import abstract
@@ -38,7 +40,15 @@ class Step(abc.ABC):
         """Traces and lowers the step."""
 
     def __call__(self, *args: Any) -> Any:
-        """Runs one step, compiling it for these shapes first if it must."""
+        """Runs one step, compiling it for these shapes first if it must.
+
+        Raises:
+            StepError: it is called inside `jax.jit` or another transformation.
+        """
+        if any(map(compat.is_tracer, jax.tree.leaves(args))):
+            raise StepError(
+                f"{self!r} is called inside jax.jit or another transformation. It compiles itself: call it directly."
+            )
         key = self._key(args)
         compiled = self._compiled.get(key)
         if compiled is None:

@@ -197,6 +197,14 @@ def _returns_state(result: Any, state: Any) -> bool:
     first = result[0] if isinstance(result, tuple) and len(result) >= 1 else result
     for candidate in (first, result):
         if jax.tree.structure(candidate) == jax.tree.structure(state):
-            shapes = [leaf.shape for leaf in jax.tree.leaves(candidate)]
-            return shapes == [leaf.shape for leaf in jax.tree.leaves(state)]
+            new, old = jax.tree.leaves(candidate), jax.tree.leaves(state)
+            if [leaf.shape for leaf in new] != [leaf.shape for leaf in old]:
+                return False
+            for name, after, before in zip(_paths(state), new, old, strict=True):
+                if after.dtype != before.dtype:
+                    raise StepError(
+                        f"state{name} is {before.dtype} and its new value {after.dtype}. Cast it back with"
+                        f" .astype({before.dtype.name!r}) before the step returns it."
+                    )
+            return True
     return False

@@ -22,7 +22,7 @@ from ratrain_jax.runtime.groups import make_groups
 from ratrain_jax.runtime.host import keep_freed_memory
 from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
 from ratrain_jax.runtime.launches import settle
-from ratrain_jax.runtime.measured import MeasuredRun, Watcher
+from ratrain_jax.runtime.measured import MeasuredRun, Watcher, marks
 from ratrain_jax.runtime.stacks import Stacks
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
 from ratrain_jax.stacked_leaf import is_stacked_leaf
@@ -79,6 +79,9 @@ class Compiled:
         )
         self._places = leaf_places(self._code)
         self._inputs = [self._program.values[v] for v in self._program.inputs]
+        parameters = [v for v in self._inputs if v.kind is Kind.PARAMETERS]
+        self._shards = {v.layer: v.id for v in parameters}
+        self._operands = {operand.name: operand for operand in self._code.regions.operands}
         self._outputs = [self._program.values[v] for v in self._program.outputs]
         self._reshapers = self._make_reshapers()
         self._metric_reshapers: dict[int, Reshaper] = {}
@@ -105,7 +108,9 @@ class Compiled:
         self._launch(tables)
         result = self._leave(tables)
         kept = self.lowered.signature.states if self.lowered.signature.has_state else 0
-        self._flying.append(jax.tree.leaves(result, is_leaf=is_stacked_leaf)[kept:])
+        leaves = jax.tree.leaves(result, is_leaf=is_stacked_leaf)
+        # A step that returns nothing but its state is waited for by marks: the state itself will be used up.
+        self._flying.append(leaves[kept:] or marks(leaves))
         return result
 
     def memory_analysis(self) -> MemoryAnalysis:
@@ -258,9 +263,7 @@ class Compiled:
         fresh = len(given) == len(wanted) and all(
             ref() is w for ref, w in zip(given, wanted, strict=True)
         )
-        shards = next(
-            table[v.id] for v in self._inputs if v.kind is Kind.PARAMETERS and v.layer == layer
-        )
+        shards = table[self._shards[layer]]
         if not fresh:
             return self._gathers[value.id](shards)
         seen = self._in_place[value.id]
@@ -274,7 +277,7 @@ class Compiled:
         group = self._groups[value.stage]
         if value.name.startswith("argument"):
             return group.put_whole(_array(batch[int(value.name[8:]) - states]))
-        operand = next(o for o in code.regions.operands if o.name == value.name)
+        operand = self._operands[value.name]
         array = _array(batch[(operand.argument or 0) - states])
         if not operand.split:
             return group.put_whole(array)

@@ -19,6 +19,7 @@ import jax
 from ratrain_jax import compat
 from ratrain_jax.lowering.program import Op
 from ratrain_jax.runtime.instructions import LINK, THREAD_OF, Bundle, Instruction
+from ratrain_jax.stacked_leaf import StackedLeaf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,3 +125,14 @@ def _shards(made: Sequence[Bundle]) -> Sequence[Any]:
 @jax.jit
 def _mark(array: Any) -> Any:
     return array.reshape(-1)[:1] + 0
+
+
+def marks(leaves: Sequence[Any]) -> list[Any]:
+    """For each device that holds a leaf, an array that exists once its first leaf does; the leaves may be used up."""
+    first: dict[Any, Any] = {}
+    for leaf in leaves:
+        for array in leaf.slices if isinstance(leaf, StackedLeaf) else (leaf,):
+            for shard in array.addressable_shards:
+                if shard.data.size:
+                    first.setdefault(shard.device, shard.data)
+    return list(map(_mark, first.values()))

@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ratrain_jax as rt
@@ -522,3 +523,61 @@ def test_outside_a_step_a_loss_may_have_effects_and_be_differentiated_again(capf
     assert jax.jit(jax.grad(rt.grad(lambda x: x**3)))(2.0) == 12.0
     with pytest.raises(TypeError, match="scalar"):
         jax.jit(rt.grad(lambda x: x * jnp.ones(2)))(1.0)
+
+
+# What is called another way than it can be.
+
+
+def test_a_loss_with_aux_that_was_not_announced():
+    refused(
+        LossError, lambda p, b: rt.grad(lambda p: (loss_of(p, b), 1.0))(p), words=("has_aux=True",)
+    )
+
+
+@pytest.mark.parametrize("call", [lambda f, x: f(x), lambda f, x: jax.jit(f)(x)], ids=["", "jit"])
+@pytest.mark.parametrize(
+    "loss",
+    [lambda x: (x, 1.0), lambda x: None, lambda x: {"loss": x}],
+    ids=["pair", "none", "dict"],
+)
+def test_a_loss_that_is_a_tree(call, loss):
+    with pytest.raises(LossError, match=r"only a scalar can be differentiated.*has_aux=True"):
+        call(rt.grad(loss), 3.0)
+
+
+@pytest.mark.parametrize("call", [lambda f, x: f(x), lambda f, x: jax.jit(f)(x)], ids=["", "jit"])
+def test_jaxs_own_errors_and_freedoms(call):
+    with pytest.raises(TypeError, match="two-element tuple"):
+        call(rt.value_and_grad(lambda x: x * x, has_aux=True), 3.0)
+    with pytest.raises(TypeError, match="argnums"):
+        call(rt.grad(lambda x: x * x, argnums=1), 3.0)
+    assert call(rt.grad(lambda x: x * x, argnums=np.int64(0)), 3.0) == 6.0
+    assert call(rt.value_and_grad(lambda x: [x * x, x], has_aux=True), 3.0)[0] == (9.0, 3.0)
+
+
+def test_a_leaf_of_the_state_whose_dtype_changes():
+    def step(params, batch):
+        grads = rt.grad(lambda p: (batch @ p["w"]).sum())(params)
+        return jax.tree.map(lambda p, g: (p - g).astype(jnp.bfloat16), params, grads)
+
+    with pytest.raises(StepError, match=r"\['w'\] is float32.*bfloat16.*\.astype\('float32'\)"):
+        rt.train_step()(step)({"w": jnp.ones(3)}, np.ones((2, 3), np.float32))
+
+
+@pytest.mark.parametrize("boundaries", [3, [1]])
+def test_boundaries_that_are_no_names(boundaries):
+    with pytest.raises(OptionError, match="boundaries must be"):
+        rt.train_step(stages=2, boundaries=boundaries)
+
+
+def test_a_decorated_step_inside_jit():
+    step = rt.train_step()(lambda p, b: rt.grad(lambda p: (b @ p).sum())(p))
+    with pytest.raises(StepError, match=r"inside jax\.jit.*call it directly"):
+        jax.jit(step)(jnp.ones(3), jnp.ones((2, 3)))
+
+
+def test_a_memory_limit_may_be_a_numpy_number():
+    step = rt.train_step(memory_limit=np.int64(10**9))(
+        lambda p, b: rt.grad(lambda p: (b @ p).sum())(p)
+    )
+    assert step.lower(jnp.ones(3), jnp.ones((2, 3))).program.settings.memory_limit == (10**9,)
