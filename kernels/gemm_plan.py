@@ -304,7 +304,7 @@ def _bound(plan: SimpleNamespace, gemm: Gemm, machine: Machine) -> Any:
     lanes = np.where(plan.dot, accelerator.lanes(gemm.bytes), 1)
     calls = ceil_div(ceil_div(gemm.rows, share_m), plan.m) * (gemm.cols / share_n / plan.width)
     cycles = calls * (gemm.depth / lanes * plan.step + plan.panels * plan.fill)
-    turns = gemm.cols / column_block(plan, accelerator.cores)
+    turns = np.maximum(gemm.cols / column_block(plan, accelerator.cores), 1.0)
     starts = turns * plan.panels * (gemm.rows / share_m / plan.m_s) * accelerator.dma_start_cycles
     row_blocks = ceil_div(gemm.rows, plan.m_g)
     if gemm.form == "nt":
