@@ -87,7 +87,12 @@ def _compile_opened(
 ) -> StepCode:
     parts = settings.data_parallel * settings.microbatches
     regions = split_step(
-        trace.whole, trace.small, states=trace.states, names=trace.names, parts=parts
+        trace.whole,
+        trace.small,
+        states=trace.states,
+        names=trace.names,
+        parts=parts,
+        where=trace.where,
     )
     loss, routing = regions.loss, None
     if kernels is not None:

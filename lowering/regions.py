@@ -150,13 +150,17 @@ class Regions:
 
 
 _HOW_MANY = (
-    "the step must call ratrain_jax.value_and_grad (or ratrain_jax.grad) exactly once, but {count}."
+    "the step{where} must call ratrain_jax.value_and_grad (or ratrain_jax.grad) exactly once, but {count}."
     " {remedy}"
 )
 
 
-def find_loss(graph: Graph) -> Any:
+def find_loss(graph: Graph, where: str = "") -> Any:
     """The one loss region of a step.
+
+    Args:
+        graph: the step.
+        where: its name, file and line, for messages.
 
     Raises:
         StepError: there is none, or more than one.
@@ -171,10 +175,11 @@ def find_loss(graph: Graph) -> Any:
             raise UnsupportedError(_OWN_LOOP.format(name=eqn.primitive.name))
     if not found:
         remedy = "Replace `jax.value_and_grad(loss_fn)` by `rt.value_and_grad(loss_fn)`."
-        raise StepError(_HOW_MANY.format(count="does not call it", remedy=remedy))
+        raise StepError(_HOW_MANY.format(where=where, count="does not call it", remedy=remedy))
     if len(found) > 1:
         remedy = "Join the losses into one function and differentiate their sum."
-        raise StepError(_HOW_MANY.format(count=f"calls it {len(found)} times", remedy=remedy))
+        count = f"calls it {len(found)} times"
+        raise StepError(_HOW_MANY.format(where=where, count=count, remedy=remedy))
     return found[0]
 
 
@@ -195,6 +200,7 @@ def split_step(
     states: int,
     names: Sequence[str],
     parts: int,
+    where: str = "",
 ) -> Regions:
     """Cuts a step that was traced twice.
 
@@ -204,6 +210,7 @@ def split_step(
         states: how many of the flat inputs are leaves of the state.
         names: the path of each flat input.
         parts: data-parallel ranks × microbatches.
+        where: the step's name, file and line, for messages.
 
     Raises:
         StepError: no loss region, or several.
@@ -211,8 +218,8 @@ def split_step(
     """
     step, micro = inline(whole), inline(small)
     refuse_folding(step, "before the loss")
-    small_region = find_loss(micro)
-    taken = take_results(step, find_loss(step), small_region, states, parts)
+    small_region = find_loss(micro, where)
+    taken = take_results(step, find_loss(step, where), small_region, states, parts)
     step, region = taken.step, taken.region
     diff = region.params["diff"]
     loss = inline(small_region.params["loss"])

@@ -120,6 +120,7 @@ def _open_once(trace: Trace) -> tuple[Trace, StackMap] | None:
         states=len(flat),
         state_out=_new_outputs(trace, parts, outputs),
         metrics_out=tuple(n for o in trace.metrics_out for n in flat_parts(outputs[o])),
+        where=trace.where,
     )
     return new, StackMap(parts, outputs)
 

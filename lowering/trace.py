@@ -18,6 +18,7 @@ class Trace:
         states: how many of the inputs are leaves of the state.
         state_out: the flat output that is each state leaf's new value, or None.
         metrics_out: the other outputs.
+        where: the step's name, file and line, for messages.
     """
 
     whole: jex.ClosedJaxpr
@@ -26,3 +27,4 @@ class Trace:
     states: int
     state_out: tuple[int | None, ...]
     metrics_out: tuple[int, ...]
+    where: str = ""

@@ -97,6 +97,7 @@ def trace_step(
         states=states,
         state_out=tuple(range(states)) if has_state else (None,) * states,
         metrics_out=tuple(range(states if has_state else 0, outputs)),
+        where=_where(step),
     )
     signature = Signature(
         state=state_tree,
@@ -107,6 +108,13 @@ def trace_step(
         has_state=has_state,
     )
     return trace, signature
+
+
+def _where(step: Callable[..., Any]) -> str:
+    """The step's name, file and line, as far as it has them."""
+    code = getattr(step, "__code__", None)
+    name = f" {getattr(step, '__name__', '')}".rstrip()
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
 
 
 def leaf_names(args: Sequence[Any]) -> list[str]:

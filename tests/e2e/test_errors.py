@@ -77,6 +77,7 @@ def test_a_step_without_value_and_grad_is_shown_the_line_to_change():
         return descend(state, jax.grad(lambda params: loss_of(params, batch))(state))
 
     words = ("does not call it", "jax.value_and_grad(loss_fn)", "rt.value_and_grad(loss_fn)")
+    words += (f"the step plain ({__file__}:{plain.__code__.co_firstlineno})",)
     refused(StepError, plain, words=words)
 
 
