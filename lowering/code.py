@@ -112,6 +112,14 @@ class StepCode:
                 axes[leaf] = self.axis(invars[leaf].aval.shape)
         return axes
 
+    @functools.cached_property
+    def leaf_stages(self) -> dict[int, int]:
+        """The stage that each leaf of the state lives on; those of no layer live on stage 0."""
+        stages = dict.fromkeys(self.update.replicated, 0)
+        for n, layer in enumerate(self.update.layers):
+            stages.update(dict.fromkeys((*layer.parameters, *layer.optimizer), self.stage_of[n]))
+        return stages
+
     def operand_type(self, number: int) -> ArrayType:
         """An operand's type on one device: all its microbatches, if it is split."""
         operand = self.regions.operands[number]

@@ -60,9 +60,7 @@ def differentiated(trace: Trace) -> list[tuple[int, tuple[str, ...]]] | None:
 
 def state_homes(code: StepCode) -> tuple[tuple[int, ...], ...]:
     """For each leaf of the user's state the stage that a train step keeps it on, or of a stacked one those of its layers."""
-    stage = dict.fromkeys(code.update.replicated, 0)
-    for n, layer in enumerate(code.update.layers):
-        stage.update(dict.fromkeys((*layer.parameters, *layer.optimizer), code.stage_of[n]))
+    stage = code.leaf_stages
     parts = range(len(stage)) if code.stacks is None else code.stacks.states
     return tuple(tuple(stage[leaf] for leaf in flat_parts(part)) for part in parts)
 

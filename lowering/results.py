@@ -106,12 +106,15 @@ def take_results(step: Graph, region: Eqn, small: Eqn, states: int, parts: int) 
     Raises:
         UnsupportedError: an auxiliary value is a truth value, or has the batch along another axis than 0.
     """
-    step, region, kept = _without_constants(step, region, states)
+    kept = tuple(range(len(region.params["loss"].out_avals)))
+    if len(region.outvars) > 1 + len(region.params["diff"]):
+        step, region, kept = _without_constants(step, region, states)
     count = len(region.outvars) - len(region.params["diff"])
     results, grads = list(region.outvars[:count]), list(region.outvars[count:])
     reduction = region.params["reduction"]
     first = len(kept) - count  # the sum of a weighted loss stands before its results
-    varies = _varies(step, region, states)[first:]
+    alone = count == 1 and reduction != "none"
+    varies = [True] if alone else _varies(step, region, states)[first:]
     joins = [
         _join(large.aval, part.aval, parts) if varied else "first"
         for large, part, varied in zip(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ratrain_jax import compat
 from ratrain_jax.errors import OptionError, StepError
 from ratrain_jax.kernels import load_machine
-from ratrain_jax.losses import bind_region
+from ratrain_jax.losses import bind_region, key_paths
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.evaluation import differentiated, state_homes
 from ratrain_jax.lowering.graph import inline, needed
@@ -235,9 +235,10 @@ def _read(
 
 def _parameters(state: Any) -> list[tuple[int, Path]]:
     """What are taken for parameters before the train step is known: the floats, those under `params` if it is there."""
+    leaves = zip(key_paths(state), jax.tree.leaves(state), strict=True)
     found = [
-        (n, tuple(jax.tree_util.keystr((key,), simple=True) for key in path))
-        for n, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state))
+        (n, path)
+        for n, (path, leaf) in enumerate(leaves)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     inside = [(n, path[path.index("params") + 1 :]) for n, path in found if "params" in path[:-1]]

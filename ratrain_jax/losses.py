@@ -120,7 +120,7 @@ def value_and_grad(
         if weighted and weight_moves(closed, range(len(leaves))):
             return refused(_WEIGHT_MOVES)
         aux_tree = jax.tree.structure(shape[1])
-        paths = _paths(wanted if several else wanted[0])
+        paths = key_paths(wanted if several else wanted[0])
         results = bind_region(closed, leaves, paths, reduction)
         value, aux = results[0], aux_tree.unflatten(results[1 : 1 + aux_tree.num_leaves])
         grads = jax.tree.structure(grads_shape).unflatten(results[1 + aux_tree.num_leaves :])
@@ -263,7 +263,7 @@ def _with(args: Sequence[Any], numbers: Sequence[int], chosen: Sequence[Any]) ->
     return full
 
 
-def _paths(tree: Any) -> tuple[tuple[str, ...], ...]:
+def key_paths(tree: Any) -> tuple[tuple[str, ...], ...]:
     """The path of each leaf, key by key."""
     return tuple(
         tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

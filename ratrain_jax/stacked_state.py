@@ -38,9 +38,7 @@ def stacked_state(code: StepCode) -> StackedState | None:
     parts = [] if code.stacks is None else [p for p in code.stacks.states if isinstance(p, tuple)]
     if not parts:
         return None
-    stage = dict.fromkeys(code.update.replicated, 0)
-    for n, layer in enumerate(code.update.layers):
-        stage.update(dict.fromkeys((*layer.parameters, *layer.optimizer), code.stage_of[n]))
+    stage = code.leaf_stages
     held = moved = on_device = 0
     for leaf in (leaf for part in parts for leaf in flat_parts(part)):
         aval = code.regions.step.invars[leaf].aval

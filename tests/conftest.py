@@ -42,6 +42,16 @@ settings.register_profile("ratrain", deadline=None, derandomize="CI" in os.envir
 settings.load_profile("ratrain")
 
 
+@pytest.fixture
+def double_precision():
+    """Sets the default float type. The context manager would not reach the runtime's threads."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if END_TO_END in item.path.parents:

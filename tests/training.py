@@ -51,3 +51,12 @@ def differing(one: Any, other: Any) -> list[str]:
         for name, leaf in ours.items()
         if leaf.dtype != theirs[name].dtype or leaf.tobytes() != theirs[name].tobytes()
     ]
+
+
+def assert_close(ours: Any, theirs: Any, atol: float = 1e-6) -> None:
+    """Asserts that two trees have the same shapes and dtypes, and values that differ by rounding in float32."""
+    ours, theirs = named_leaves(ours), named_leaves(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, leaf in ours.items():
+        assert (leaf.shape, leaf.dtype) == (theirs[name].shape, theirs[name].dtype), name
+        np.testing.assert_allclose(leaf, theirs[name], rtol=1e-5, atol=atol, err_msg=name)

@@ -37,11 +37,7 @@ class Place:
 
 def leaf_places(code: StepCode) -> dict[int, Place]:
     """The place of each state leaf, by number."""
-    places = {leaf: Place(0, None) for leaf in code.update.replicated}
-    for n, layer in enumerate(code.update.layers):
-        for leaf in (*layer.parameters, *layer.optimizer):
-            places[leaf] = Place(code.stage_of[n], code.shard_axes[leaf])
-    return places
+    return {leaf: Place(stage, code.shard_axes[leaf]) for leaf, stage in code.leaf_stages.items()}
 
 
 class Ownership:

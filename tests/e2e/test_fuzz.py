@@ -9,11 +9,7 @@ from tests.fuzz import Trial, check, strategies
 ONE_BY_ONE = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def double_precision():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 @settings(ONE_BY_ONE, max_examples=12)

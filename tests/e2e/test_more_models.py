@@ -108,13 +108,6 @@ def make_step(value_and_grad):
     return step
 
 
-@pytest.fixture
-def double_precision():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
-
-
 @pytest.mark.parametrize(
     "model",
     [

@@ -77,11 +77,7 @@ WRAPPED = {
 QUICK = {"adafactor", "lamb", "radam", "rprop", "if finite", "by group", "noise", "injected rate"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def double_precision():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def make_params():

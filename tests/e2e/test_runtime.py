@@ -30,7 +30,7 @@ from ratrain_jax.lowering.program import (
     SendActivation,
     SendGradient,
 )
-from tests.training import differing, named_leaves, train
+from tests.training import assert_close, differing, train
 
 WIDTH = 8
 ROWS = 8
@@ -84,14 +84,6 @@ def make_state(**shape):
 
 def plain_of(step):
     return jax.jit(lambda *args: step(*args, value_and_grad=jax.value_and_grad))
-
-
-def assert_close(ours, theirs):
-    ours, theirs = named_leaves(ours), named_leaves(theirs)
-    assert ours.keys() == theirs.keys()
-    for name, leaf in ours.items():
-        assert (leaf.shape, leaf.dtype) == (theirs[name].shape, theirs[name].dtype), name
-        np.testing.assert_allclose(leaf, theirs[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def assert_same(step, state, *batches, **options):

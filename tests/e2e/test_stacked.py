@@ -72,14 +72,6 @@ def test_in_double_precision(layout, double_precision):
     check(mlp_case(), CLIPPED, tolerance=1e-9, **layout)
 
 
-@pytest.fixture
-def double_precision():
-    """Sets the default float type. The context manager would not reach the runtime's threads."""
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
