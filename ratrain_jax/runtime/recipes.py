@@ -352,7 +352,9 @@ def _flat(bundles: Sequence[Bundle]) -> list[Any]:
 
 
 def _shapes(types: Any) -> tuple[Any, ...]:
-    return tuple((t.shape, str(t.dtype)) for t in jax.tree.leaves(types))
+    """The types of some bundles, and how they are bundled: two of one array are not one of two."""
+    leaves, tree = jax.tree.flatten(types)
+    return (tree, *((t.shape, str(t.dtype)) for t in leaves))
 
 
 def _cut(shape: Sequence[int], axis: int | None, devices: int) -> tuple[int, ...]:
