@@ -162,7 +162,8 @@ def _without_constants(step: Graph, region: Eqn, states: int) -> tuple[Graph, Eq
     consts: dict[Var, Any] = dict(step.consts)
     before: list[Eqn] = []
     for place, out in enumerate(loss.outvars[first:]):
-        if place and not (is_var(out) and out in moving):  # the loss itself stays
+        is_loss = place == 0 and region.params["reduction"] != "none"  # which stays
+        if not is_loss and not (is_var(out) and out in moving):
             program = cut(loss, loss.invars, [out])
             made, (taken[region.outvars[place]],) = rename(program, region.invars, consts)
             before += made

@@ -46,7 +46,7 @@ def scores(state, batch):
         "hits": (logits.argmax(-1) == batch["targets"]).sum(),
         "logits": logits,
         "targets": batch["targets"],
-        "rows": batch["targets"].shape[0],
+        "count": batch["targets"].shape[0],  # the first of them
         "tokens": jnp.float32(batch["targets"].size) / 2,
         "step": state.step,
         "largest": jnp.abs(state.params["norm"]["scale"]).max(),
