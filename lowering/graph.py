@@ -7,6 +7,7 @@ one cached function share the very same variables. What `jax.checkpoint` wrapped
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -170,21 +171,24 @@ def _digest_jaxpr(closed: jex.ClosedJaxpr, update: Callable[[bytes], None]) -> N
         if is_var(atom):
             return f"v{numbers.setdefault(atom, len(numbers))}"
         value = np.asarray(atom.val)
-        return f"l{atom.aval}{value.dtype}{value.tobytes().hex()}"
+        return f"l{_shown(atom.aval)}{value.dtype}{value.tobytes().hex()}"
 
     for var in [*jaxpr.constvars, *jaxpr.invars]:
-        update(f"{name(var)}:{var.aval};".encode())
+        update(f"{name(var)}:{_shown(var.aval)};".encode())
     for const in closed.consts:
         _digest_param(const, update)
     for eqn in jaxpr.eqns:
         reads = ",".join(name(atom) for atom in eqn.invars)
-        writes = ",".join(f"{name(var)}:{var.aval}" for var in eqn.outvars)
+        writes = ",".join(f"{name(var)}:{_shown(var.aval)}" for var in eqn.outvars)
         update(f"{writes}={eqn.primitive.name} {reads}[".encode())
         for key in sorted(eqn.params):
             update(key.encode())
             _digest_param(eqn.params[key], update)
         update(b"]")
     update(",".join(name(atom) for atom in jaxpr.outvars).encode())
+
+
+_shown = functools.lru_cache(maxsize=4096)(str)  # of types, which JAX writes out slowly
 
 
 def _digest_param(param: Any, update: Callable[[bytes], None]) -> None:

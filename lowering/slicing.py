@@ -46,6 +46,7 @@ class Slicer:
         consts: takes the arrays that opened code closed over.
         leaves: numbers of the leaves that a variable is made from, if they have its axis 0.
         cut_leaves: takes the leaves behind every array that was cut.
+        scouting: whether only `cut_leaves` is wanted; what is cut then comes from nowhere.
 
     Attributes:
         eqns: the equations.
@@ -59,11 +60,13 @@ class Slicer:
         consts: dict[Var, Any] | None = None,
         leaves: Mapping[Var, frozenset[int]] | None = None,
         cut_leaves: set[int] | None = None,
+        scouting: bool = False,
     ) -> None:
         self.paths, self.inside_loss = paths, inside_loss
         self.consts: dict[Var, Any] = {} if consts is None else consts
         self.leaves = dict(leaves or {})
         self.cut_leaves: set[int] = set() if cut_leaves is None else cut_leaves
+        self.scouting = scouting
         self.eqns: list[Eqn] = []
         self._env: dict[Var, Value] = {}
         self._stacked: dict[tuple[int, ...], tuple[Sliced, Atom]] = {}
@@ -123,6 +126,8 @@ class Slicer:
             made = (self._uniform_slice(value),) * count
         elif value.aval.shape[0] == 1:
             made = (self.make(lambda x: lax.squeeze(x, [0]), value),) * count
+        elif self.scouting:
+            made = tuple(compat.new_var(slice_type(value.aval)) for _ in range(count))
         else:
             made = tuple(
                 self.make(lambda x, k=k: lax.index_in_dim(x, k, 0, keepdims=False), value)
@@ -243,22 +248,25 @@ class Slicer:
             return
         if self._is_uniform(eqn):
             self._uniform[eqn.outvars[0]] = eqn
-        for var in eqn.outvars:
-            behind = [
-                self.leaves[atom]
-                for atom in eqn.invars
-                if is_var(atom)
-                and atom in self.leaves
-                and atom.aval.shape[:1] == var.aval.shape[:1]
-            ]
-            if behind:
-                self.leaves[var] = frozenset().union(*behind)
+        behind: dict[int, frozenset[int]] = {}
+        for atom in eqn.invars:
+            if is_var(atom) and atom in self.leaves:
+                rows = atom.aval.shape[0]
+                behind[rows] = behind.get(rows, frozenset()) | self.leaves[atom]
+        for var in eqn.outvars if behind else ():
+            if var.aval.shape and var.aval.shape[0] in behind:
+                self.leaves[var] = behind[var.aval.shape[0]]
 
     # Code inside an equation that takes and gives slices.
 
     def inside(self, inside_loss: bool) -> Slicer:
         """A slicer for code inside an equation."""
-        return Slicer(self.paths, inside_loss=inside_loss, cut_leaves=self.cut_leaves)
+        return Slicer(
+            self.paths,
+            inside_loss=inside_loss,
+            cut_leaves=self.cut_leaves,
+            scouting=self.scouting,
+        )
 
     def enter(
         self, inner: Slicer, invars: Sequence[Var], operands: Sequence[Value]

@@ -102,6 +102,8 @@ def _open_once(trace: Trace) -> tuple[Trace, StackMap] | None:
     split = {number[params[p]] for scan in scans for p in scan}
     if not split:
         return None
+    # Moments and averages have to be opened with the parameters: which ones, a first round tells.
+    split |= _Opening(step, trace, split, names, scouting=True).also_stacked()
     while True:
         opening = _Opening(step, trace, split, names)
         more = opening.also_stacked() - split
@@ -199,7 +201,14 @@ class _Opening:
         parts: for each leaf: its new number, or the numbers of its slices.
     """
 
-    def __init__(self, graph: Graph, trace: Trace, split: set[int], names: _SliceNames) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        trace: Trace,
+        split: set[int],
+        names: _SliceNames,
+        scouting: bool = False,
+    ) -> None:
         self.graph, self.trace, self.split = graph, trace, split
         states = graph.invars[: trace.states]
         leaves = {
@@ -207,7 +216,7 @@ class _Opening:
             for leaf, var in enumerate(states)
             if leaf not in split and var.aval.shape
         }
-        self.slicer = Slicer(names, leaves=leaves)
+        self.slicer = Slicer(names, leaves=leaves, scouting=scouting)
         self.invars: list[Var] = []
         counts = []
         for leaf, var in enumerate(states):
