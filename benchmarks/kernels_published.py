@@ -18,7 +18,8 @@ from ratrain_jax.kernels import (
     load_machine,
 )
 from ratrain_jax.kernels.gemm_cost import times
-from ratrain_jax.kernels.gemm_plan import candidates, plan_for, with_shorter_strips
+from ratrain_jax.kernels.gemm_plan import plan_for
+from ratrain_jax.kernels.gemm_space import candidates, with_shorter_strips
 from ratrain_jax.kernels.microkernel import micro_efficiency
 
 CONSOLE = Console(width=100)

@@ -4,6 +4,7 @@ Run: python benchmarks/kernels_speed.py
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 
@@ -127,14 +128,28 @@ def attention() -> None:
             )
 
 
+# What bounds the search well or badly: many like blocks, or few columns, rows or steps of K.
+PLANNED = {
+    "large": [(2048, 4096, 4096), (2048, 11008, 4096), (333, 777, 999), (32768, 32768, 32768)],
+    "narrow": [
+        (7547, 1, 3078),
+        (31549, 1, 4028),
+        (48343, 3, 129613),
+        (72058, 7, 9381),
+        (12, 6, 65418),
+        (81886, 838, 7),
+        (14666, 12279, 1),
+    ],
+}
+
+
 def planning() -> None:
     """Processor time of planning shapes for the first time."""
     machine = load_machine("mt3000")
-    shapes = [(2048, 4096, 4096), (2048, 11008, 4096), (333, 777, 999), (32768, 32768, 32768)]
-    for form in ("nn", "nt", "tn"):
+    for (kind, shapes), form in itertools.product(PLANNED.items(), ("nn", "nt", "tn")):
         taken = []
-        for shape in shapes:
-            gemm = Gemm(*shape, form=form, accumulator="promote")
+        for shape, dtype in itertools.product(shapes, ("float16", "float32")):
+            gemm = Gemm(*shape, dtype, form, "promote")
             turns = []
             for _ in range(3):
                 plan_for.cache_clear()
@@ -142,7 +157,9 @@ def planning() -> None:
                 plan_for(gemm, machine)
                 turns.append(time.process_time() - start)
             taken.append(min(turns))
-        print(f"plan of one product, {form}: {1e3 * max(taken):5.1f} ms at most (goal: 50)")
+        print(
+            f"plan of one product, {kind:6}, {form}: {1e3 * max(taken):5.1f} ms at most (goal: 50)"
+        )
 
 
 if __name__ == "__main__":

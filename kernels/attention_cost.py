@@ -24,7 +24,7 @@ from ratrain_jax.kernels.attention_plan import (
 )
 from ratrain_jax.kernels.cost import KernelCost, assumptions, cost_gemm
 from ratrain_jax.kernels.gemm_cost import Transfer
-from ratrain_jax.kernels.gemm_plan import micro_kernels
+from ratrain_jax.kernels.gemm_space import micro_kernels
 from ratrain_jax.kernels.machine import Machine
 from ratrain_jax.kernels.microkernel import fill_cycles, step_cycles
 from ratrain_jax.kernels.tiles import Gemm, accelerator_of, ceil_div

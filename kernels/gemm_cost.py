@@ -13,13 +13,13 @@ the plans at once.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from ratrain_jax.kernels.machine import Machine
+from ratrain_jax.kernels.machine import Accelerator, Machine
 from ratrain_jax.kernels.microkernel import fill_cycles, step_cycles, transpose_cycles
 from ratrain_jax.kernels.tiles import Gemm, TilePlan, accelerator_of, ceil_div, micro_width
 
@@ -114,26 +114,43 @@ def compute_cycles(
     own_rows = core_rows(rows, plan, accelerator.cores)
     own_cols = core_cols(cols, plan, width, accelerator.cores)
     panels = ceil_div(depth, plan.k_a)
-    whole, rest = own_cols // width, own_cols % width
-    edge_n = ceil_div(rest, ceil_div(width, plan.n))
-    # A step of the "dot" flow and a transposition take whole vectors of K; each panel rounds up.
-    lanes = accelerator.lanes(gemm.bytes)
-    vectors = depth // plan.k_a * ceil_div(plan.k_a, lanes) + ceil_div(depth % plan.k_a, lanes)
+    vectors = depth_vectors(depth, plan, gemm, accelerator)
     steps = np.where(plan.dot, vectors, depth)
-
-    def calls(n: Any) -> Any:
-        step = step_cycles(plan.m, n, gemm, accelerator, plan.dot)
-        return steps * step + panels * fill_cycles(plan.m, n, gemm, accelerator, plan.dot)
-
-    columns = whole * calls(plan.n) + np.where(rest > 0, calls(np.maximum(edge_n, 1)), 0)
-    cycles = ceil_div(own_rows, plan.m) * columns
+    step, fill = column_cycles(own_cols, gemm, plan, accelerator)
+    cycles = ceil_div(own_rows, plan.m) * (steps * step + panels * fill)
     if gemm.form == "nt":
         loads = panel_loads(rows, depth, plan, accelerator.cores)
-        turned = transpose_cycles(lanes * vectors, own_cols, gemm, accelerator)
+        depth = accelerator.lanes(gemm.bytes) * vectors
+        turned = transpose_cycles(depth, own_cols, gemm, accelerator)
         cycles = cycles + (1 - plan.dot) * loads * turned
+    return cycles, strip_count(own_rows, plan) * panels * accelerator.dma_start_cycles
+
+
+def depth_vectors(depth: Any, plan: Any, gemm: Gemm, accelerator: Accelerator) -> Any:
+    """Returns the vectors along K that the "dot" flow and a transposition take: each panel rounds up."""
+    lanes = accelerator.lanes(gemm.bytes)
+    return depth // plan.k_a * ceil_div(plan.k_a, lanes) + ceil_div(depth % plan.k_a, lanes)
+
+
+def column_cycles(
+    own_cols: Any, gemm: Gemm, plan: Any, accelerator: Accelerator
+) -> tuple[Any, Any]:
+    """Returns the cycles a step, and those a panel, of one row of micro-kernels with its edge."""
+    width = micro_width(plan, gemm, accelerator)
+    whole, rest = own_cols // width, own_cols % width
+    edge_n = np.maximum(ceil_div(rest, ceil_div(width, plan.n)), 1)
+
+    def all_of(cycles: Callable[..., Any]) -> Any:
+        edge = np.minimum(rest, 1) * cycles(plan.m, edge_n, gemm, accelerator, plan.dot)
+        return whole * cycles(plan.m, plan.n, gemm, accelerator, plan.dot) + edge
+
+    return all_of(step_cycles), all_of(fill_cycles)
+
+
+def strip_count(own_rows: Any, plan: Any) -> Any:
+    """Returns the A strips of one B panel for the rows of a core."""
     whole_tiles, rest_rows = own_rows // plan.m_a, own_rows % plan.m_a
-    strips = whole_tiles * ceil_div(plan.m_a, plan.m_s) + ceil_div(rest_rows, plan.m_s)
-    return cycles, strips * panels * accelerator.dma_start_cycles
+    return whole_tiles * ceil_div(plan.m_a, plan.m_s) + ceil_div(rest_rows, plan.m_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,7 +180,7 @@ def times(gemm: Gemm, plan: Any, machine: Machine) -> Times:
     hidden = plan.gsm_depth > 1
     exposed_a = np.where(hidden, first, operand) / ddr
     ahead = np.where(hidden, (operand - first) / blocks, 0.0)
-    total, compute, starts = exposed_a + _ends(gemm, plan, machine), 0.0, 0.0
+    total, compute, starts = exposed_a + ends(gemm, plan, plan.m_s, machine), 0.0, 0.0
     fill = total
     for i, k, first_k in _blocks(gemm, plan):
         block: Any = 0.0
@@ -234,8 +251,11 @@ def _tile(
     return SimpleNamespace(seconds=np.maximum(busy, moved), ddr=ddr, cycles=cycles, starts=starts)
 
 
-def _ends(gemm: Gemm, plan: Any, machine: Machine) -> Any:
-    """Seconds of the first panel, C tile and strip going in, and of the last C tile going out."""
+def ends(gemm: Gemm, plan: Any, strip: Any, machine: Machine) -> Any:
+    """Returns the seconds of the first panel, C tile and strip going in, and the last C tile going out.
+
+    The first strip has `strip` rows.
+    """
     accelerator = accelerator_of(machine)
     ddr, gsm = machine.memory("DDR").bandwidth, machine.memory("GSM").bandwidth
     rows, depth = np.minimum(plan.m_g, gemm.rows), np.minimum(plan.k_a, gemm.depth)
@@ -243,7 +263,7 @@ def _ends(gemm: Gemm, plan: Any, machine: Machine) -> Any:
     tile = np.minimum(core_rows(rows, plan, accelerator.cores), plan.m_a)
     tile = tile * np.where(plan.split_n, 1, accelerator.cores)
     c_tile = np.minimum(tile, rows) * cols * gemm.out_bytes
-    strip = np.minimum(plan.m_s, rows) * np.where(plan.split_n, 1, accelerator.cores)
+    strip = np.minimum(strip, rows) * np.where(plan.split_n, 1, accelerator.cores)
     strip_bytes = np.minimum(strip, rows) * depth * gemm.bytes
     filled = depth * cols * gemm.bytes + c_tile * (1 + gemm.accumulate)
     starts = 4 * accelerator.dma_start_cycles / accelerator.clock

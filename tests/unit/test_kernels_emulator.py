@@ -13,7 +13,8 @@ from ratrain_jax.errors import MachineError
 from ratrain_jax.kernels import Gemm, TilePlan, load_machine
 from ratrain_jax.kernels.emulator import Arena, emulate_gemm
 from ratrain_jax.kernels.gemm_cost import times, transfers
-from ratrain_jax.kernels.gemm_plan import candidates, plan_for
+from ratrain_jax.kernels.gemm_plan import plan_for
+from ratrain_jax.kernels.gemm_space import candidates
 from ratrain_jax.kernels.numerics import product
 
 MT3000 = load_machine("mt3000")
