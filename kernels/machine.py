@@ -3,15 +3,18 @@
 A *device* is the unit that trains: one accelerator, or one acceleration cluster of MT-3000. It has
 *memories*, ordered from the innermost (closest to the arithmetic) to the outermost, which holds the
 tensors and is called *main memory* (DDR on MT-3000). Devices are joined by *links*, ordered from
-the shortest reach to the longest. Work goes on in four *lanes* (compute, link, memory, host); an
-*overlap* says that two lanes may work at once and by how much each then slows down. A value in
-`assumed` has no source: reports list it.
+the shortest reach to the longest: neighbouring devices that the same link joins are a *node*. Work
+goes on in four *lanes* (compute, link, memory, host); an *overlap* says that two lanes may work at
+once and by how much each then slows down. An *efficiency* is the share of a rate that real code
+reaches, 1 unless told: rates are peaks. A value in `assumed` has no source: reports list it.
 
 The optional *accelerator* describes the insides that tiling needs: *cores* (DSPs), each with vector
 *lanes*, multiply-add units, registers, latencies and a DMA engine.
 """
 
 import dataclasses
+import itertools
+import math
 from typing import Final
 
 from ratrain_jax.errors import MachineError
@@ -51,10 +54,13 @@ class Link:
 
     Attributes:
       name: How reports call it.
-      bandwidth: Bytes a second of one device in one direction.
+      bandwidth: Bytes a second of one such link in one direction. A device that sends alone may use
+        all of it, unless a link of shorter reach, which its bytes take first, is slower.
       latency: Seconds before the first byte arrives.
       devices: How many neighbouring devices it reaches (a node of 8: 8); 0 for all.
-      shared_by: How many devices share one such link and so its bandwidth.
+      shared_by: How many neighbouring devices share one such link (eight devices and the network
+        cards of their node: 8). As many of them as send at once divide its bandwidth.
+      efficiency: Share of the bandwidth that transfers reach.
     """
 
     name: str
@@ -62,9 +68,15 @@ class Link:
     latency: float = quantity("seconds", 0, 10)
     devices: int = quantity("devices", 0, 1e9, default=0, whole=True)
     shared_by: int = quantity("devices", 1, 1e6, default=1, whole=True)
+    efficiency: float = quantity("a share", 0.01, 1, default=1.0)
 
     def __post_init__(self) -> None:
         check(self, f"links.{self.name}")
+
+    @property
+    def reach(self) -> float:
+        """How many neighbouring devices it joins; infinite where it joins all."""
+        return self.devices or math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,6 +192,10 @@ class Machine:
       accelerator: The insides that tiling needs, or None where only rooflines are wanted.
       description: One line for reports.
       assumed: Keys whose value has no source.
+      devices: How many devices there are; 0 where that is not said.
+      product_efficiency: Share of the arithmetic peak that a large product reaches.
+      product_half_flops: Operations of one product at which half of that share is reached.
+      memory_efficiency: Share of main memory's bandwidth that code without a tile plan reaches.
     """
 
     name: str
@@ -192,13 +208,16 @@ class Machine:
     accelerator: Accelerator | None = None
     description: str = ""
     assumed: tuple[str, ...] = ()
+    devices: int = quantity("devices", 0, 1e9, default=0, whole=True)
+    product_efficiency: float = quantity("a share", 0.01, 1, default=1.0)
+    product_half_flops: float = quantity("FLOPs", 0, 1e15, default=0.0)
+    memory_efficiency: float = quantity("a share", 0.01, 1, default=1.0)
 
     def __post_init__(self) -> None:
         check(self)
         if not self.memories:
             raise MachineError(f"machine {self.name!r} has no memories; describe main memory.")
-        if not self.links:
-            raise MachineError(f"machine {self.name!r} has no links; describe at least one.")
+        self._check_links()
         for what, items in (("memories", self.memories), ("links", self.links)):
             names = [item.name for item in items]
             if len(set(names)) != len(names):
@@ -212,6 +231,22 @@ class Machine:
             raise MachineError(
                 f"usable_bytes is {self.usable_bytes}, more than the {main.bytes} bytes of "
                 f"{main.name}; lower it or correct memories.{main.name}.bytes."
+            )
+
+    def _check_links(self) -> None:
+        if not self.links:
+            raise MachineError(f"machine {self.name!r} has no links; describe at least one.")
+        for near, far in itertools.pairwise(self.links):
+            if near.reach >= far.reach:
+                raise MachineError(
+                    f"links.{far.name} reaches no further than links.{near.name}, which stands "
+                    "before it; order links from the shortest reach (devices) to the longest."
+                )
+        last = self.links[-1]
+        if self.devices > last.reach:
+            raise MachineError(
+                f"devices is {self.devices}, but links.{last.name} joins only {last.devices}; add "
+                f"a link of longer reach, set links.{last.name}.devices to 0, or lower devices."
             )
 
     def memory(self, name: str) -> Memory:
@@ -232,8 +267,13 @@ class Machine:
         return self.memories[-1].bandwidth
 
     @property
+    def streaming_bandwidth(self) -> float:
+        """Bytes a second of main memory that code without a tile plan reaches."""
+        return self.ddr_bandwidth * self.memory_efficiency
+
+    @property
     def link_bandwidth(self) -> float:
-        """Bytes a second of one device over the link of the longest reach."""
+        """Bytes a second of one link of the longest reach."""
         return self.links[-1].bandwidth
 
     @property
@@ -244,7 +284,7 @@ class Machine:
     def link(self, devices: int) -> Link:
         """Returns the shortest link that joins `devices` neighbouring devices."""
         for link in self.links:
-            if link.devices == 0 or devices <= link.devices:
+            if devices <= link.reach:
                 return link
         return self.links[-1]
 
@@ -271,8 +311,47 @@ class Machine:
                 return overlap.slowdown[1], overlap.slowdown[0]
         return None
 
+    def compute_seconds(
+        self, flops: float, dtype: str = "float32", *, products: float = 0
+    ) -> float:
+        """Returns how long arithmetic is busy.
+
+        A product of f operations runs at `product_efficiency` · f / (f + `product_half_flops`) of
+        the peak, so that small products are slow (R. Hockney's n½, here in operations). n products
+        that have f operations between them take
+
+            (f + n · product_half_flops) / (peak · product_efficiency)
+
+        seconds; anything else takes f / peak.
+
+        Args:
+          flops: Floating-point operations.
+          dtype: Name of the operands' dtype, which sets the arithmetic peak.
+          products: How many products the operations are in; 0 for other work.
+
+        Returns:
+          Seconds.
+
+        Example:
+          >>> import dataclasses
+          >>> from ratrain_jax.kernels import load_machine
+          >>> half = dataclasses.replace(load_machine("generic"), product_half_flops=1e12)
+          >>> half.compute_seconds(10e12), half.compute_seconds(10e12, products=2)
+          (1.0, 1.2)
+        """
+        if not products:
+            return flops / self.peak(dtype)
+        work = flops + products * self.product_half_flops
+        return work / (self.peak(dtype) * self.product_efficiency)
+
     def roofline_seconds(
-        self, flops: float, bytes_moved: float, dtype: str = "float32", *, launch: bool = False
+        self,
+        flops: float,
+        bytes_moved: float,
+        dtype: str = "float32",
+        *,
+        products: float = 0,
+        launch: bool = False,
     ) -> float:
         """Returns the least time that arithmetic and main memory allow.
 
@@ -280,15 +359,18 @@ class Machine:
           flops: Floating-point operations.
           bytes_moved: Bytes read from and written to main memory.
           dtype: Name of the operands' dtype, which sets the arithmetic peak.
+          products: How many products the operations are in; 0 for other work.
           launch: Whether to add the time to start one program.
 
         Returns:
-          Seconds: the larger of compute and memory time.
+          Seconds: the larger of compute time (`compute_seconds`) and memory time, which is bytes
+          over `streaming_bandwidth`.
 
         Example:
           >>> from ratrain_jax.kernels import load_machine
           >>> load_machine("generic").roofline_seconds(0.0, 500e9)
           1.0
         """
-        seconds = max(flops / self.peak(dtype), bytes_moved / self.ddr_bandwidth)
+        busy = self.compute_seconds(flops, dtype, products=products)
+        seconds = max(busy, bytes_moved / self.streaming_bandwidth)
         return seconds + (self.launch_seconds if launch else 0.0)

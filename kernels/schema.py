@@ -62,9 +62,11 @@ def check(instance: Any, where: str = "") -> None:
             raise MachineError(f"{key} is {value!r}; set it to one of {words}.")
 
 
-def check_number(key: str, value: Any, unit: str, low: float, high: float) -> None:
+def check_number(
+    key: str, value: Any, unit: str, low: float, high: float, *, whole: bool = False
+) -> None:
     """Tests one number that is not a field of its own, such as an entry of a table."""
-    _check_number(key, value, {"unit": unit, "low": low, "high": high, "whole": False})
+    _check_number(key, value, {"unit": unit, "low": low, "high": high, "whole": whole})
 
 
 def _check_number(key: str, value: Any, meta: Mapping[str, Any]) -> None:

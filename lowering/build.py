@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.build_compute import ComputeTasks
 from ratrain_jax.lowering.build_state import StateTasks
-from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.code import StepCode, remember
 from ratrain_jax.lowering.durations import Durations
 from ratrain_jax.lowering.frees import insert_frees
 from ratrain_jax.lowering.order import order_tasks
@@ -38,6 +38,7 @@ def build_program(
         machine: whose speeds decide the order of state ops and transfers.
         recovered: whether each layer is recovered; the same for all layers of a block.
     """
+    remember(code)
     seconds = tuple(layer.seconds for layer in code.layered.layers)
     durations = Durations(machine, seconds, code.data_parallel)
     sheet = Sheet(code, settings, durations, tuple(recovered), reductions(code))

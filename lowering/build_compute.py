@@ -114,7 +114,8 @@ class ComputeTasks:
                 copy = self.sheet.values.copy(value, target)
                 self.variables[v, target, i] = copy
                 op = SendActivation(source, (value,), (copy,), target=target, microbatch=i)
-                self.sheet.add(op, self.sheet.durations.send(self.sheet.bytes(copy)), (TRANSFER, i))
+                seconds = self.sheet.durations.send(self.sheet.bytes(copy), target - source)
+                self.sheet.add(op, seconds, (TRANSFER, i))
 
     def _backward(self, stage: int, i: int) -> None:
         early = self.sheet.settings.recovery != "backward"
@@ -243,4 +244,5 @@ class ComputeTasks:
             copy = self.sheet.values.copy(value, target)
             self.cotangents[v, target, i] = copy
             op = SendGradient(stage, (value,), (copy,), target=target, microbatch=i)
-            self.sheet.add(op, self.sheet.durations.send(self.sheet.bytes(copy)), (TRANSFER, i))
+            seconds = self.sheet.durations.send(self.sheet.bytes(copy), target - stage)
+            self.sheet.add(op, seconds, (TRANSFER, i))

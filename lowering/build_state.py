@@ -94,7 +94,7 @@ class StateTasks:
                 op = PrefetchView(home, (parameters,), (view,), layer=layer)
             else:
                 op = Borrow(home, (parameters,), (view,), layer=layer, target=stage)
-                seconds += sheet.durations.send(sheet.bytes(parameters))
+                seconds += sheet.durations.send(sheet.bytes(parameters), stage - home)
             sheet.add(op, seconds, (GATHER, layer), closes=closes)
 
     def _operands(self) -> None:
@@ -122,7 +122,7 @@ class StateTasks:
                 copy = sheet.values.copy(value, stage)
                 sheet.operands[o, stage] = copy
                 op = SendActivation(0, (value,), (copy,), target=stage)
-                sheet.add(op, sheet.durations.send(sheet.bytes(copy)), (TRANSFER, -1))
+                sheet.add(op, sheet.durations.send(sheet.bytes(copy), stage), (TRANSFER, -1))
 
     def _operand(self, number: int, stage: int) -> int:
         operand = self.code.regions.operands[number]
@@ -201,7 +201,7 @@ class StateTasks:
         share = sheet.accumulators[borrower, layer]
         copy = sheet.values.copy(share, home)
         op = SendGradient(borrower, (share,), (copy,), target=home)
-        seconds = sheet.durations.send(sheet.bytes(share))
+        seconds = sheet.durations.send(sheet.bytes(share), home - borrower)
         last = self.code.microbatches - 1
         late = not sheet.settings.layerwise_state
         rank = (SYNC, *[last + 1] * late, self._place(borrower, layer))

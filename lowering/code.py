@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -267,6 +268,19 @@ class StepCode:
         block = range(*self.block(layer))
         variables = self.layered.variables
         return tuple(v for v in self.codes[layer].backward_inputs if variables[v].producer in block)
+
+
+_KNOWN: weakref.WeakValueDictionary[str, StepCode] = weakref.WeakValueDictionary()
+
+
+def remember(code: StepCode) -> None:
+    """Lets `known_code` find a code for as long as something else holds it."""
+    _KNOWN[code.fingerprint] = code
+
+
+def known_code(fingerprint: str) -> StepCode | None:
+    """The code of a fingerprint, if a step with it was lowered in this process and is still there."""
+    return _KNOWN.get(fingerprint)
 
 
 def _sorted(numbers: Any) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
@@ -28,6 +27,7 @@ from ratrain_jax import compat
 from ratrain_jax.kernels import Machine
 from ratrain_jax.kernels.primitives import KERNELS, call_cost, call_flops
 from ratrain_jax.lowering.graph import Atom, Eqn, Var, is_var
+from ratrain_jax.lowering.products import compute_dtype, kernel_of, product_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,10 +117,11 @@ def jaxpr_cost(closed: jex.ClosedJaxpr) -> Cost:
 
 def equation_seconds(eqn: Eqn, cost: Cost, machine: Machine) -> float:
     """Seconds of an equation of known cost: what its kernel's plan takes, or roofline at the rate of its own dtype."""
-    kernel = _kernel(eqn) if machine.accelerator is not None else None
+    kernel = kernel_of(eqn) if machine.accelerator is not None else None
     if kernel is not None and (planned := call_cost(kernel, machine)) is not None:
         return planned.seconds
-    return machine.roofline_seconds(cost.flops, cost.bytes, compute_dtype(eqn))
+    dtype, products = compute_dtype(eqn), product_count(eqn)
+    return machine.roofline_seconds(cost.flops, cost.bytes, dtype, products=products)
 
 
 def jaxpr_seconds(closed: jex.ClosedJaxpr, machine: Machine) -> float:
@@ -224,37 +225,6 @@ def _flops(eqn: Eqn) -> int:
     if _has_inner(eqn):
         return _inner_cost(eqn).flops
     return _FLOPS.get(eqn.primitive.name, _elements_out)(eqn)
-
-
-def compute_dtype(eqn: Eqn) -> str:
-    """The dtype that sets the arithmetic rate: of the first dot's operands, else of the inputs."""
-    for atom in (_first_dot(eqn) or eqn).invars:
-        dtype = getattr(atom.aval, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-            return dtype.name
-    return "float32"
-
-
-def has_product(eqn: Eqn) -> bool:
-    """Whether an equation is, or holds, a matrix product, a convolution or a kernel."""
-    return _first_dot(eqn) is not None
-
-
-def _kernel(eqn: Eqn) -> Eqn | None:
-    """The kernel that an equation is, or that it wraps in a custom rule."""
-    if eqn.primitive.name in KERNELS:
-        return eqn
-    if not eqn.primitive.name.startswith("custom_"):
-        return None
-    inner = (found for _, closed in compat.sub_jaxprs(eqn) for found in closed.jaxpr.eqns)
-    return next((kernel for kernel in map(_kernel, inner) if kernel is not None), None)
-
-
-def _first_dot(eqn: Eqn) -> Eqn | None:
-    if eqn.primitive.name in _DOTS:
-        return eqn
-    inner = (found for _, closed in compat.sub_jaxprs(eqn) for found in closed.jaxpr.eqns)
-    return next((dot for dot in map(_first_dot, inner) if dot is not None), None)
 
 
 def _dot(eqn: Eqn) -> int:
@@ -363,12 +333,6 @@ _MOVES = (
     "transpose",
 )
 _PARTIAL = frozenset({"dynamic_slice", "gather", "slice"})
-_DOTS = KERNELS.keys() | {
-    "conv_general_dilated",
-    "dot_general",
-    "ragged_dot",
-    "ragged_dot_general",
-}
 
 _FLOPS: dict[str, Callable[[Eqn], int]] = {
     "conv_general_dilated": _convolution,

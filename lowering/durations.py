@@ -1,10 +1,15 @@
-"""How long each op takes on a described machine: enough to put ops in order."""
+"""How long each op takes on a described machine: enough to put ops in order.
+
+Device groups stand side by side: stage s has the devices from s · D on, D the devices of a group, so that a group's
+devices are neighbours and two stages lie as many groups apart as there are stages between them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 from ratrain_jax.kernels import Machine
+from ratrain_jax.kernels.collectives import all_gather_seconds, transfer_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,15 +34,16 @@ class Durations:
         """A backward, two thirds of a layer's work."""
         return 2 * self.forward(layers)
 
-    def send(self, count: int) -> float:
-        """Moving bytes from one device to another."""
-        return self.machine.link_latency + count / self.machine.link_bandwidth
+    def send(self, count: int, stages: int = 1) -> float:
+        """Moving bytes from each device of a group to its like, so many stages away, all of them at once."""
+        devices = self.data_parallel
+        distance = devices * max(1, abs(stages))
+        return transfer_seconds(self.machine, count, distance=distance, sharing=devices)
 
     def collective(self, count: int) -> float:
-        """A ring reduce-scatter or all-gather of `count` bytes over the group."""
-        steps = self.data_parallel - 1
-        return steps * self.send(count // self.data_parallel) if steps else 0.0
+        """A reduce-scatter or all-gather of `count` bytes over the group."""
+        return all_gather_seconds(self.machine, count, self.data_parallel)
 
     def sweep(self, count: int) -> float:
         """Reading or writing bytes of main memory."""
-        return count / self.machine.ddr_bandwidth
+        return count / self.machine.streaming_bandwidth

@@ -1,7 +1,12 @@
 """What the ops of a program cost on a described machine, by layer and kind of op.
 
-Code is costed equation by equation: a kernel by its plan on the machine, anything else by its roofline. State ops are costed
-by the bytes of the values that they read and write, transfers and collectives by those that cross a link.
+Code is costed equation by equation: a kernel by its plan on the machine, anything else by its roofline, in which products
+reach the machine's efficiency for their size. State ops are costed by the bytes of the values that they read and write,
+transfers and collectives by those that cross a link (`ratrain_jax.kernels.collectives`).
+
+Starting a program costs the machine's `launch_seconds`, once an op and not once an equation: ops on the compute lane are
+one program each, also one that runs several layers, whose first layer then bears it. What the link lane starts is in the
+latency of its links.
 
 Terms.
     **Ideal** seconds are those in which a machine at its peak does the products' FLOPs. **MAC-only** utilization is ideal
@@ -19,8 +24,9 @@ from jax.extend import core as jex
 from ratrain_jax.kernels import Machine
 from ratrain_jax.kernels.primitives import call_cost
 from ratrain_jax.lowering.code import StepCode
-from ratrain_jax.lowering.cost import compute_dtype, equation_costs, has_product, jaxpr_cost
+from ratrain_jax.lowering.cost import equation_costs, jaxpr_cost
 from ratrain_jax.lowering.durations import Durations
+from ratrain_jax.lowering.products import compute_dtype, product_count
 from ratrain_jax.lowering.program import (
     Backward,
     Borrow,
@@ -34,6 +40,7 @@ from ratrain_jax.lowering.program import (
     Program,
     Prologue,
     Recover,
+    Send,
     SendActivation,
     SendGradient,
     UpdateShard,
@@ -60,6 +67,7 @@ class Work:
         compute_seconds: how long arithmetic is busy.
         ddr_seconds: how long main memory is busy.
         link_seconds: how long the link is busy.
+        launch_seconds: how much of `seconds` starting programs takes.
     """
 
     flops: float = 0
@@ -72,6 +80,7 @@ class Work:
     compute_seconds: float = 0.0
     ddr_seconds: float = 0.0
     link_seconds: float = 0.0
+    launch_seconds: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         names = (field.name for field in dataclasses.fields(self))
@@ -79,11 +88,12 @@ class Work:
 
     @property
     def limit(self) -> str:
-        """What is busy longest: `compute`, `ddr` or `link`."""
+        """What is busy longest: `compute`, `ddr`, `link` or `launch`."""
         busy = {
             "compute": self.compute_seconds,
             "ddr": self.ddr_seconds,
             "link": self.link_seconds,
+            "launch": self.launch_seconds,
         }
         return max(busy, key=lambda name: busy[name])
 
@@ -144,7 +154,7 @@ def layer_costs(code: StepCode, program: Program, machine: Machine) -> tuple[Lay
     Returns:
         The layers in order, then for each stage what belongs to no layer.
     """
-    coster = _Coster(code, program, machine)
+    coster = OpCoster(code, program, machine)
     counts: dict[tuple[int, int], dict[str, int]] = {}
     works: dict[tuple[int, int, str], Work] = {}
     for op in program.ops():
@@ -167,7 +177,7 @@ def layer_costs(code: StepCode, program: Program, machine: Machine) -> tuple[Lay
 
 
 def code_work(closed: jex.ClosedJaxpr, machine: Machine) -> Work:
-    """What one program of a layer costs.
+    """What one program of a layer costs, without starting it.
 
     Args:
         closed: a program without calls.
@@ -190,30 +200,44 @@ def code_work(closed: jex.ClosedJaxpr, machine: Machine) -> Work:
                 ddr_seconds=moved / machine.ddr_bandwidth,
             )
             continue
-        dtype = compute_dtype(eqn)
-        busy = cost.flops / machine.peak(dtype)
-        seconds = machine.roofline_seconds(cost.flops, cost.bytes, dtype)
-        multiplies = has_product(eqn)
+        dtype, products = compute_dtype(eqn), product_count(eqn)
+        seconds = machine.roofline_seconds(cost.flops, cost.bytes, dtype, products=products)
         total += Work(
             flops=cost.flops,
-            product_flops=cost.flops if multiplies else 0,
+            product_flops=cost.flops if products else 0,
             ddr_bytes=cost.bytes,
             seconds=seconds,
-            product_seconds=seconds if multiplies else 0.0,
-            ideal_seconds=busy if multiplies else 0.0,
-            compute_seconds=busy,
-            ddr_seconds=cost.bytes / machine.ddr_bandwidth,
+            product_seconds=seconds if products else 0.0,
+            ideal_seconds=cost.flops / machine.peak(dtype) if products else 0.0,
+            compute_seconds=machine.compute_seconds(cost.flops, dtype, products=products),
+            ddr_seconds=cost.bytes / machine.streaming_bandwidth,
         )
     return total
 
 
-class _Coster:
-    """Costs ops; each program of a layer once."""
+class OpCoster:
+    """Costs ops; each program of a layer once.
+
+    Args:
+        code: the code that the ops name.
+        program: the program that they stand in.
+        machine: what they are to run on.
+    """
 
     def __init__(self, code: StepCode, program: Program, machine: Machine) -> None:
         self.code, self.program, self.machine = code, program, machine
         self.durations = Durations(machine, (), code.data_parallel)
         self.known: dict[tuple[str, str], Work] = {}
+        self._seconds: dict[tuple[Any, ...], float] = {}
+
+    def seconds(self, op: Op) -> float:
+        """How long an op takes by itself; the same for every microbatch."""
+        sent = self.value(op.writes[0]).name if isinstance(op, Send) else None
+        where = (getattr(op, name, None) for name in ("layers", "layer", "target", "phase"))
+        key = (type(op), op.stage, sent, getattr(op, "microbatch", None) is None, *where)
+        if key not in self._seconds:
+            self._seconds[key] = sum(work.seconds for _, work in self.of(op))
+        return self._seconds[key]
 
     def of(self, op: Op) -> Iterator[tuple[int, Work]]:
         """The layers that an op works for (-1 for none) and what each of them costs."""
@@ -222,14 +246,20 @@ class _Coster:
             yield from rule(self, op)
 
     def value(self, number: int) -> Value:
+        """The value of a number."""
         return self.program.values[number]
 
+    def launch(self) -> Work:
+        """Starting the program of an op."""
+        seconds = self.machine.launch_seconds
+        return Work(seconds=seconds, launch_seconds=seconds)
+
     def swept(self, op: Op, flops: float = 0) -> Work:
-        """Reading and writing all values of an op."""
+        """A program that reads and writes all values of an op."""
         count = sum(self.value(v).bytes for v in (*op.reads, *op.writes))
         seconds = self.durations.sweep(count)
         busy = flops / self.machine.peak("float32")
-        return Work(
+        return self.launch() + Work(
             flops=flops,
             ddr_bytes=count,
             seconds=max(seconds, busy),
@@ -244,52 +274,57 @@ class _Coster:
         return -1 if value.layer is None else value.layer
 
     def sent(self, count: int, seconds: float) -> Work:
+        """Bytes that leave the device within some seconds."""
         return Work(link_bytes=count, seconds=seconds, link_seconds=seconds)
 
     def collected(self, count: int) -> Work:
-        """A ring collective over the group, of an array of `count` bytes."""
+        """A reduce-scatter or all-gather over the group, of an array of `count` bytes."""
         ranks = self.code.data_parallel
         return self.sent((ranks - 1) * count // ranks, self.durations.collective(count))
 
     def program_of(self, layer: int, which: str) -> Work:
+        """A layer's `forward` or `backward` program, without starting it."""
         key = (self.code.codes[layer].fingerprint, which)
         if key not in self.known:
             self.known[key] = code_work(getattr(self.code.codes[layer], which), self.machine)
         return self.known[key]
 
 
-def _run(which: str) -> Callable[[_Coster, Any], Iterator[tuple[int, Work]]]:
-    def rule(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
+def _run(which: str) -> Callable[[OpCoster, Any], Iterator[tuple[int, Work]]]:
+    def rule(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
         for layer in range(*op.layers):
-            yield layer, coster.program_of(layer, which)
+            work = coster.program_of(layer, which)
+            yield layer, work + coster.launch() if layer == op.layers[0] else work
 
     return rule
 
 
-def _swept(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
+def _swept(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     yield getattr(op, "layer", -1), coster.swept(op)
 
 
-def _send(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
+def _send(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     value = coster.value(op.writes[0])
-    yield coster.producer(value), coster.sent(value.bytes, coster.durations.send(value.bytes))
+    seconds = coster.durations.send(value.bytes, op.target - op.stage)
+    yield coster.producer(value), coster.sent(value.bytes, seconds)
 
 
-def _sync(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
+def _sync(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     yield op.layer, coster.collected(coster.value(op.reads[0]).bytes)
 
 
-def _gather(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
+def _gather(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     yield op.layer, coster.collected(coster.value(op.writes[0]).bytes)
 
 
-def _borrow(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
+def _borrow(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     shards = coster.value(op.reads[0]).bytes
     gathered = coster.collected(coster.value(op.writes[0]).bytes)
-    yield op.layer, coster.sent(shards, coster.durations.send(shards)) + gathered
+    seconds = coster.durations.send(shards, op.target - op.stage)
+    yield op.layer, coster.sent(shards, seconds) + gathered
 
 
-def _update(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
+def _update(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     if op.layer is None:
         yield -1, coster.swept(op)
         return
@@ -298,12 +333,12 @@ def _update(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
     yield op.layer, coster.swept(op, flops)
 
 
-def _reduce(coster: _Coster, op: Any) -> Iterator[tuple[int, Work]]:
+def _reduce(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     count = sum(coster.value(v).bytes for v in op.writes)
     yield -1, coster.sent(count, coster.durations.send(count))
 
 
-_RULES: dict[type[Op], Callable[[_Coster, Any], Iterator[tuple[int, Work]]]] = {
+_RULES: dict[type[Op], Callable[[OpCoster, Any], Iterator[tuple[int, Work]]]] = {
     Prologue: _swept,
     Forward: _run("forward"),
     Recover: _run("forward"),

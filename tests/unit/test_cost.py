@@ -15,6 +15,7 @@ from ratrain_jax.lowering.cost import (
     jaxpr_cost,
     jaxpr_seconds,
 )
+from ratrain_jax.lowering.products import product_count
 
 F32 = 4
 
@@ -202,3 +203,27 @@ def test_seconds_of_a_loop_use_the_rate_of_the_dots_inside():
 
     half = trace(loop, (2048, 2048), (4, 2048, 2048), dtype=jnp.bfloat16)
     assert jaxpr_seconds(half, machine) == 4 * 2 * 2048**3 / machine.peak("float16")
+
+
+def test_products_are_counted_where_they_run():
+    def branchy(x, ys, which):
+        x = lax.scan(lambda x, y: (jnp.tanh(x @ y) @ y, None), x, ys)[0]
+        x = lax.cond(which, lambda x: x @ x @ x, jnp.sin, x)
+        x = lax.while_loop(lambda x: jnp.sum(x @ x) > 0, lambda x: x @ x, x)
+        return jnp.cos(jax.jit(lambda x: x @ x)(x))
+
+    closed = jax.make_jaxpr(branchy)(jnp.ones((4, 4)), jnp.ones((5, 4, 4)), True)
+    counts = {eqn.primitive.name: product_count(eqn) for eqn in closed.jaxpr.eqns}
+    assert counts.pop("scan") == 5 * 2
+    assert counts.pop("cond") == 2
+    assert counts.pop("while") == 2
+    assert sum(counts.values()) == 1  # the inner jit
+
+
+def test_seconds_of_products_depend_on_their_size():
+    machine = load_machine("generic")
+    half = dataclasses.replace(machine, product_half_flops=1e12, product_efficiency=0.5)
+    big, wave = trace(jnp.dot, (512, 512), (512, 512)), trace(jnp.sin, (512, 512))
+    flops = 2 * 512**3
+    assert jaxpr_seconds(big, half) == (flops + 1e12) / (machine.peak("float32") * 0.5)
+    assert jaxpr_seconds(wave, half) == jaxpr_seconds(wave, machine)
