@@ -57,6 +57,26 @@ class MachineError(RATrainError, ValueError):
     """A machine description, or a tile plan for one, is malformed or does not fit."""
 
 
+class PlanError(RATrainError, ValueError):
+    """A plan is malformed, is for another model or batch, or is for what the runtime does not run."""
+
+
+class InfeasibleError(RATrainError):
+    """No configuration that was searched fits the machine's memory."""
+
+
+class SimulationError(RATrainError, ValueError):
+    """A program cannot be simulated: its ops wait for each other, or a cost is missing."""
+
+
+class ProfileError(RATrainError, ValueError):
+    """A profile is malformed, or was measured on devices of another kind."""
+
+
+class ModelConfigError(RATrainError, ValueError):
+    """A model's configuration is malformed, contradicts itself, or describes a model that is refused by name."""
+
+
 class RATrainWarning(UserWarning):
     """Base of all warnings given by this package."""
 
