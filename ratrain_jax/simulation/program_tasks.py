@@ -1,0 +1,253 @@
+"""A program as tasks: every op but `Free` once, then what the next step does before its first forwards.
+
+Terms.
+    The **entry** of the next step is what must run of it before each stage's first Forward can start, that Forward
+    included. It reads what this step hands back, so that it shows when the step after this one begins, and with it how
+    long a step takes when steps follow each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from ratrain_jax.errors import SimulationError
+from ratrain_jax.lowering.mnemonics import op_label
+from ratrain_jax.lowering.program import (
+    Borrow,
+    Forward,
+    Free,
+    GradSync,
+    Lane,
+    Op,
+    PrefetchView,
+    Program,
+    Send,
+    UpdateShard,
+    Value,
+)
+from ratrain_jax.simulation.tasks import Hold, Port, Tasks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramTasks:
+    """The tasks of a program.
+
+    Attributes:
+        tasks: the tasks.
+        ops: the op of each; those of the entry stand at the end, once more.
+        steps: how many tasks are of this step.
+        entered: the task of each stage's first Forward, in this step and in the next.
+    """
+
+    tasks: Tasks
+    ops: tuple[Op, ...]
+    steps: int
+    entered: tuple[tuple[int, int], ...]
+
+
+def program_tasks(program: Program, seconds: Callable[[Op], float]) -> ProgramTasks:
+    """Makes the tasks of a program.
+
+    Args:
+        program: a verified program.
+        seconds: how long each op takes by itself.
+
+    Raises:
+        SimulationError: stages have ops between them in different orders; the message lists the cycle.
+    """
+    ops = merged_order(program)
+    built = _Builder(program, seconds)
+    built.add_step(ops)
+    built.keep_windows()
+    steps = len(built.ops)
+    built.add_step(_entry(ops))
+    first = {op.stage: n for n, op in reversed([*enumerate(built.ops[:steps])]) if _enters(op)}
+    again = {
+        op.stage: n for n, op in reversed([*enumerate(built.ops[steps:], steps)]) if _enters(op)
+    }
+    entered = tuple((first[stage], again[stage]) for stage in sorted(first))
+    return ProgramTasks(built.tasks, tuple(built.ops), steps, entered)
+
+
+def _enters(op: Op) -> bool:
+    return isinstance(op, Forward)
+
+
+def merged_order(program: Program) -> list[Op]:
+    """One order of all ops but `Free` that agrees with the list of every stage.
+
+    Raises:
+        SimulationError: there is none, for stages have ops between them in different orders.
+    """
+    lists = [[op for op in ops if not isinstance(op, Free)] for ops in program.order]
+    place = [0] * len(lists)
+    merged: list[Op] = []
+    waiting = list(range(len(lists)))
+    while waiting:
+        stage = waiting.pop()
+        while place[stage] < len(lists[stage]):
+            op = lists[stage][place[stage]]
+            others = [s for s in op.stages if s != stage]
+            if any(place[s] == len(lists[s]) or lists[s][place[s]] != op for s in others):
+                break
+            merged.append(op)
+            for s in op.stages:
+                place[s] += 1
+            waiting.extend(others)
+    stuck = [stage for stage, ops in enumerate(lists) if place[stage] < len(ops)]
+    if stuck:
+        raise SimulationError(_cycle(lists, place, stuck[0]))
+    return merged
+
+
+def _cycle(lists: Sequence[Sequence[Op]], place: Sequence[int], stage: int) -> str:
+    """Which stages wait for each other, each at which op."""
+    path: dict[int, Op] = {}
+    while stage not in path:
+        op = path[stage] = lists[stage][place[stage]]
+        others = [s for s in op.stages if s != stage]
+        stage = next(s for s in others if place[s] == len(lists[s]) or lists[s][place[s]] != op)
+        if place[stage] == len(lists[stage]):
+            return f"stage {stage} never gets to {op_label(op)}, for which others wait."
+    stages = list(path)
+    cycle = stages[stages.index(stage) :]
+    waits = "; ".join(f"stage {s} waits at {op_label(path[s])}" for s in cycle)
+    return f"stages wait for each other in a cycle: {waits}."
+
+
+def _entry(ops: Sequence[Op]) -> list[Op]:
+    """The ops of a step that each stage's first Forward waits for, with those Forwards, in order."""
+    writer = {value: n for n, op in enumerate(ops) for value in op.writes}
+    ahead: dict[int, list[int]] = {}
+    last: dict[Hold, int] = {}
+    wanted: list[int] = []
+    entered: set[int] = set()
+    for n, op in enumerate(ops):
+        held = holds(op)
+        ahead[n] = [last[hold] for hold in held if hold in last]
+        last.update(dict.fromkeys(held, n))
+        if _enters(op) and op.stage not in entered:
+            entered.add(op.stage)
+            wanted.append(n)
+    found: set[int] = set()
+    while wanted:
+        n = wanted.pop()
+        if n in found:
+            continue
+        found.add(n)
+        wanted += ahead[n]
+        wanted += [writer[v] for v in (*ops[n].reads, *ops[n].waits) if v in writer]
+    return [ops[n] for n in sorted(found)]
+
+
+def holds(op: Op) -> tuple[Hold, ...]:
+    """The ports that an op keeps busy."""
+    if isinstance(op, Borrow):
+        # The shards are sent over, then gathered among the borrower's devices.
+        return (op.stage, Port.SEND), (op.target, Port.SEND), (op.target, Port.RECEIVE)
+    if isinstance(op, Send):
+        return (op.stage, Port.SEND), (op.target, Port.RECEIVE)
+    if op.lane == Lane.LINK:
+        return tuple((stage, port) for stage in op.stages for port in (Port.SEND, Port.RECEIVE))
+    return ((op.stage, Port.COMPUTE),)
+
+
+class _Builder:
+    """Adds one op after another."""
+
+    def __init__(self, program: Program, seconds: Callable[[Op], float]) -> None:
+        self.program, self.seconds = program, seconds
+        self.tasks = Tasks()
+        self.ops: list[Op] = []
+        self.writer: dict[int, int] = {}
+        self.readers: dict[int, list[int]] = {}
+
+    def add_step(self, ops: Sequence[Op]) -> None:
+        """Adds a step, or the beginning of one, behind those that are there."""
+        values = self.program.values
+        handed = {_role(values[v]): self.writer.get(v) for v in self.program.outputs}
+        inputs = {v: handed.get(_role(values[v])) for v in self.program.inputs}
+        self.writer = {v: source for v, source in inputs.items() if source is not None}
+        self.readers = {}
+        for number, op in enumerate(ops, len(self.ops)):
+            self.writer.update(dict.fromkeys(op.writes, number))
+        for op in ops:
+            self._add(op)
+
+    def _add(self, op: Op) -> None:
+        number = len(self.ops)
+        after = {self.writer[v] for v in (*op.reads, *op.waits) if v in self.writer}
+        for value in op.donates:
+            # Its buffer is used anew, so whoever reads it must be through.
+            after.update(self.readers.get(value, ()))
+        self.tasks.add(self.seconds(op), holds(op), after)
+        self.ops.append(op)
+        for value in op.reads:
+            self.readers.setdefault(value, []).append(number)
+
+    def keep_windows(self) -> None:
+        """A chain of state ops opens only when the window has room: some chains before it must have closed."""
+        settings = self.program.settings
+        if not settings.update_prefetch:
+            return
+        for stage in range(settings.stages):
+            openers, closers = self._chains(stage)
+            held = [self._held(n) for n in openers]
+            for k, opener in enumerate(openers):
+                needed = _closed_before(
+                    held[: k + 1], settings.window_layers, settings.window_bytes
+                )
+                ready = [c for c in closers if c < opener]
+                if 0 < needed <= len(ready):
+                    self.tasks.behind[opener] = (ready[needed - 1],)
+
+    def _chains(self, stage: int) -> tuple[list[int], list[int]]:
+        """The tasks of a stage that open chains, and those that close them."""
+        last = self.program.settings.microbatches - 1
+        final: dict[int, int] = {}
+        closers = []
+        for n, op in enumerate(self.ops):
+            if op.stage != stage:
+                continue
+            if isinstance(op, GradSync) and self._phase(op.layer) == 0:
+                if op.microbatch in (None, last):
+                    final[op.layer] = n
+            elif isinstance(op, UpdateShard) and op.layer is not None:
+                if 0 < op.phase == self._phase(op.layer):
+                    final[op.layer] = n
+            elif isinstance(op, PrefetchView) and op.layer in final:
+                closers.append(n)
+        return sorted(final.values()), closers
+
+    def _phase(self, layer: int) -> int:
+        return self.program.layers[layer].update_phase
+
+    def _held(self, opener: int) -> int:
+        """Bytes of the gradient and the new view of the layer whose chain an op opens."""
+        op, values = self.ops[opener], self.program.values
+        gradient = op.writes[0] if isinstance(op, GradSync) else op.reads[0]
+        view = next(
+            (
+                values[v].bytes
+                for v in self.program.outputs
+                if values[v].layer == values[gradient].layer and _role(values[v])[0] == "view"
+            ),
+            0,
+        )
+        return values[gradient].bytes + view
+
+
+def _role(value: Value) -> tuple[str, int | None, int, str]:
+    """What a value is, from step to step."""
+    return (str(value.kind), value.layer, value.stage, value.name)
+
+
+def _closed_before(held: Sequence[int], layers: int, limit: int | None) -> int:
+    """How many of the chains before the last of `held` must have closed for it to open."""
+    before = len(held) - 1
+    for closed in range(before):
+        flying = held[closed:before]
+        if len(flying) < layers and (limit is None or sum(flying) + held[-1] <= limit):
+            return closed
+    return before

@@ -1,0 +1,75 @@
+"""`simulate`: a program on a described machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ratrain_jax.errors import SimulationError
+from ratrain_jax.kernels import Machine, load_machine
+from ratrain_jax.lowered import Lowered
+from ratrain_jax.lowering.code import known_code
+from ratrain_jax.lowering.mnemonics import op_label
+from ratrain_jax.lowering.op_costs import OpCoster
+from ratrain_jax.lowering.program import Op, Program
+from ratrain_jax.simulation.engine import run
+from ratrain_jax.simulation.program_tasks import program_tasks
+from ratrain_jax.simulation.timeline import Timeline
+from ratrain_jax.simulation.waiting import CycleError
+
+
+def simulate(
+    program: Program | Lowered,
+    machine: str | Machine,
+    *,
+    seconds: Callable[[Op], float] | None = None,
+) -> Timeline:
+    """Simulates a step on a machine: when each op runs, and where the time goes.
+
+    Every op holds its lanes of its stages while it runs: compute ops the compute lane, transfers one direction of the
+    links of both stages, collectives both directions. The ops of a lane run in the order of the program; an op starts
+    when what it reads is there and the state window has room. Data-parallel ranks do the same, so each stage is simulated
+    once. Where the machine lets lanes slow each other down, they do.
+
+    Args:
+        program: a lowered step, or its program, whose code must have been lowered in this process.
+        machine: a `ratrain_jax.kernels.Machine`, the name of a built-in one, or the path of its file.
+        seconds: how long each op takes by itself; costed for the machine (see `Lowered.cost_analysis`) unless given.
+
+    Returns:
+        The timeline.
+
+    Raises:
+        MachineError: there is no such machine.
+        SimulationError: the program's code is not known here, or its ops wait for each other; the message lists the cycle.
+
+    Example:
+        >>> import jax.numpy as jnp, ratrain_jax as rt
+        >>> @rt.train_step(microbatches=2)
+        ... def step(w, x):
+        ...     loss, grad = rt.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+        ...     return w - grad, loss
+        >>> timeline = rt.simulate(step.lower(jnp.ones(3), jnp.ones((4, 3))), "generic")
+        >>> line = timeline.breakdown
+        >>> line.step == line.ideal + line.bubble + line.exposed + line.recovery + line.tail
+        True
+    """
+    found = load_machine(machine) if isinstance(machine, str) else machine
+    lowered = program if isinstance(program, Lowered) else None
+    simulated = lowered.program if lowered is not None else program
+    assert isinstance(simulated, Program)
+    if seconds is None:
+        code = lowered.code if lowered is not None else known_code(simulated.fingerprint)
+        if code is None:
+            raise SimulationError(
+                f"the program's code {simulated.fingerprint!r} is not known in this process; lower its step again"
+                " and keep what `lower` returns, or say with seconds= how long each op takes."
+            )
+        seconds = OpCoster(code, simulated, found).seconds
+    made = program_tasks(simulated, seconds)
+    try:
+        return Timeline(simulated, found, made, run(made.tasks, found))
+    except CycleError as error:
+        waits = " -> ".join(
+            f"stage {made.ops[n].stage} {op_label(made.ops[n])}" for n in error.cycle
+        )
+        raise SimulationError(f"ops wait for each other in a cycle: {waits}.") from None
