@@ -42,7 +42,7 @@ def _unrolled(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value] | 
     scanned = operands[consts + carried :]
     if not any(isinstance(value, Sliced) for value in scanned):
         return None
-    length, body = eqn.params["length"], compat.as_closed(eqn.params["jaxpr"])
+    length, body = slicer.shortened(eqn.params["length"]), compat.as_closed(eqn.params["jaxpr"])
     fixed = [slicer.whole(value) for value in operands[:consts]]
     carry: list[Value] = [slicer.whole(value) for value in operands[consts : consts + carried]]
     slices = [slicer.cut(value, length) for value in scanned]

@@ -47,6 +47,7 @@ class Slicer:
         leaves: numbers of the leaves that a variable is made from, if they have its axis 0.
         cut_leaves: takes the leaves behind every array that was cut.
         scouting: whether only `cut_leaves` is wanted; what is cut then comes from nowhere.
+        most: how many bodies of a loop over layers are unrolled at most; all unless given.
 
     Attributes:
         eqns: the equations.
@@ -61,12 +62,13 @@ class Slicer:
         leaves: Mapping[Var, frozenset[int]] | None = None,
         cut_leaves: set[int] | None = None,
         scouting: bool = False,
+        most: int | None = None,
     ) -> None:
         self.paths, self.inside_loss = paths, inside_loss
         self.consts: dict[Var, Any] = {} if consts is None else consts
         self.leaves = dict(leaves or {})
         self.cut_leaves: set[int] = set() if cut_leaves is None else cut_leaves
-        self.scouting = scouting
+        self.scouting, self.most = scouting, most
         self.eqns: list[Eqn] = []
         self._env: dict[Var, Value] = {}
         self._stacked: dict[tuple[int, ...], tuple[Sliced, Atom]] = {}
@@ -266,7 +268,12 @@ class Slicer:
             inside_loss=inside_loss,
             cut_leaves=self.cut_leaves,
             scouting=self.scouting,
+            most=self.most,
         )
+
+    def shortened(self, count: int) -> int:
+        """How many of some slices are worked on."""
+        return count if self.most is None else min(count, self.most)
 
     def enter(
         self, inner: Slicer, invars: Sequence[Var], operands: Sequence[Value]

@@ -86,7 +86,29 @@ def _composed(part: Part, later: Sequence[Part]) -> Part:
     return later[part]
 
 
-def _open_once(trace: Trace) -> tuple[Trace, StackMap] | None:
+def open_short(trace: Trace, most: int) -> tuple[Trace, dict[str, int]]:
+    """The step of a shallower model: at most the first `most` layers of each outermost scan over layers.
+
+    Its layers cost what those of the whole model cost, and are found sooner.
+
+    Args:
+        trace: the step, as the user wrote it.
+        most: how many layers of a scan are kept.
+
+    Returns:
+        The step with one leaf a layer kept, and for each scan that was cut short the name before its layers' numbers
+        (`layers` of `layers/0`) with the number of layers that it really has.
+    """
+    lengths: dict[str, int] = {}
+    found = _open_once(trace, most, lengths)
+    if found is None:
+        return trace, {}
+    return found[0], lengths
+
+
+def _open_once(
+    trace: Trace, most: int | None = None, lengths: dict[str, int] | None = None
+) -> tuple[Trace, StackMap] | None:
     """Opens the outermost scans; None if there are none."""
     step = inline(trace.whole)
     region = _region(step)
@@ -105,13 +127,18 @@ def _open_once(trace: Trace) -> tuple[Trace, StackMap] | None:
     # Moments and averages have to be opened with the parameters: which ones, a first round tells.
     split |= _Opening(step, trace, split, names, scouting=True).also_stacked()
     while True:
-        opening = _Opening(step, trace, split, names)
+        opening = _Opening(step, trace, split, names, most=most)
         more = opening.also_stacked() - split
-        if not more:
+        if not more or most is not None:
             break
         split |= more
+    if lengths is not None:
+        for p in {p for scan in scans for p in scan}:
+            count = params[p].aval.shape[0]
+            if most is not None and count > most:
+                lengths[names.before(region.params["paths"][p])] = count
     whole, out = opening.closed()
-    small = whole if trace.small is trace.whole else _open_small(trace, split, names)
+    small = whole if trace.small is trace.whole else _open_small(trace, split, names, most)
     parts = opening.parts
     outputs = _numbered(out)
     flat = [n for leaf in range(trace.states) for n in flat_parts(parts[leaf])]
@@ -161,7 +188,9 @@ def _numbered(counts: Sequence[int]) -> tuple[Part, ...]:
     )
 
 
-def _open_small(trace: Trace, split: set[int], names: _SliceNames) -> jex.ClosedJaxpr:
+def _open_small(
+    trace: Trace, split: set[int], names: _SliceNames, most: int | None
+) -> jex.ClosedJaxpr:
     """The microbatch-sized step, of which only the loss and what it reads is wanted."""
     small = inline(trace.small)
     region = _region(small)
@@ -170,7 +199,7 @@ def _open_small(trace: Trace, split: set[int], names: _SliceNames) -> jex.Closed
     eqns = needed(small.eqns, region.outvars)[0]
     outvars = tuple(region.outvars)
     graph = dataclasses.replace(small, eqns=tuple(eqns), outvars=outvars)
-    return _Opening(graph, trace, split, names).closed()[0]
+    return _Opening(graph, trace, split, names, most=most).closed()[0]
 
 
 class _SliceNames:
@@ -187,11 +216,16 @@ class _SliceNames:
     def __call__(self, path: Path, number: int) -> Path:
         """The path of a slice. Layers are groups at the top of the tree, as those of an unrolled model are."""
         shared = self._shared.get(path, 0)
-        kept = path[
-            : path[0] == "params" and shared > 1
-        ]  # Flax's outermost key is no group of layers
-        before = path[len(kept) : shared] or ("layer",)
-        return (*kept, "/".join((*before, str(number))), *path[shared:])
+        kept = path[: self._outer(path)]
+        return (*kept, f"{self.before(path)}/{number}", *path[shared:])
+
+    def before(self, path: Path) -> str:
+        """What stands before the number."""
+        return "/".join(path[self._outer(path) : self._shared.get(path, 0)] or ("layer",))
+
+    def _outer(self, path: Path) -> bool:
+        """Whether the path begins with Flax's outermost key, which is no group of layers."""
+        return path[0] == "params" and self._shared.get(path, 0) > 1
 
 
 class _Opening:
@@ -208,6 +242,7 @@ class _Opening:
         split: set[int],
         names: _SliceNames,
         scouting: bool = False,
+        most: int | None = None,
     ) -> None:
         self.graph, self.trace, self.split = graph, trace, split
         states = graph.invars[: trace.states]
@@ -216,11 +251,11 @@ class _Opening:
             for leaf, var in enumerate(states)
             if leaf not in split and var.aval.shape
         }
-        self.slicer = Slicer(names, leaves=leaves, scouting=scouting)
+        self.slicer = Slicer(names, leaves=leaves, scouting=scouting, most=most)
         self.invars: list[Var] = []
         counts = []
         for leaf, var in enumerate(states):
-            counts.append(var.aval.shape[0] if leaf in split else 0)
+            counts.append(self.slicer.shortened(var.aval.shape[0]) if leaf in split else 0)
             if leaf in split:
                 slices = [compat.new_var(slice_type(var.aval)) for _ in range(counts[-1])]
                 self.slicer.bind(var, Sliced(tuple(slices)))
@@ -247,7 +282,7 @@ class _Opening:
         for out, atom in enumerate(self.graph.outvars):
             value = self.slicer.read(atom)
             if new_states.get(out) in self.split:
-                slices = self.slicer.cut(value, atom.aval.shape[0])
+                slices = self.slicer.cut(value, self.slicer.shortened(atom.aval.shape[0]))
             elif isinstance(value, Sliced) and not is_small(value.slices[0]):
                 slices = value.slices
             else:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ratrain_jax import errors as errors
+    from ratrain_jax import machines as machines
+    from ratrain_jax import models as models
     from ratrain_jax.evaluation import eval_step as eval_step
     from ratrain_jax.gathering import gather as gather
     from ratrain_jax.losses import grad as grad
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
     from ratrain_jax.lowering.keys import microbatch_key as microbatch_key
     from ratrain_jax.lowering.marks import layer as layer
     from ratrain_jax.options import Window as Window
+    from ratrain_jax.planning.plan import Plan as Plan
+    from ratrain_jax.planning.planner import plan as plan
+    from ratrain_jax.profiling.measure import profile as profile
+    from ratrain_jax.profiling.profile import Profile as Profile
+    from ratrain_jax.simulation.simulate import simulate as simulate
     from ratrain_jax.stacked_leaf import StackedLeaf as StackedLeaf
     from ratrain_jax.train import train_step as train_step
 
@@ -25,6 +32,8 @@ __version__ = "0.1.0"
 # its own home. Any other name must differ from every submodule of this package: importing such a
 # submodule would put the module in the name's place.
 _HOMES = {
+    "Plan": "ratrain_jax.planning.plan",
+    "Profile": "ratrain_jax.profiling.profile",
     "StackedLeaf": "ratrain_jax.stacked_leaf",
     "Window": "ratrain_jax.options",
     "errors": "ratrain_jax.errors",
@@ -32,7 +41,12 @@ _HOMES = {
     "gather": "ratrain_jax.gathering",
     "grad": "ratrain_jax.losses",
     "layer": "ratrain_jax.lowering.marks",
+    "machines": "ratrain_jax.machines",
+    "simulate": "ratrain_jax.simulation.simulate",
+    "plan": "ratrain_jax.planning.planner",
     "microbatch_key": "ratrain_jax.lowering.keys",
+    "models": "ratrain_jax.models",
+    "profile": "ratrain_jax.profiling.measure",
     "train_step": "ratrain_jax.train",
     "value_and_grad": "ratrain_jax.losses",
 }

@@ -10,7 +10,7 @@ from rich.table import Table
 from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.op_costs import LayerCost, OpCost, Work
 from ratrain_jax.lowering.routing import Routing
-from ratrain_jax.tables import WIDTH, render
+from ratrain_jax.tables import render, wrapped
 
 _COLUMNS = ("layer", "op", "×", "FLOP", "DDR B", "link B", "s", "limit", "MAC", "all")
 
@@ -71,7 +71,7 @@ class CostAnalysis:
                 many = f" ({count})" if count else ""
                 lines.append(f"  {share:6.1%}  {kind}{many}: {reason}")
         if self.assumed:
-            lines += _wrapped("assumed: ", self.assumed)
+            lines += wrapped("assumed: ", self.assumed)
         return lines
 
 
@@ -107,13 +107,3 @@ def _scaled(number: float) -> str:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
-
-
-def _wrapped(head: str, words: tuple[str, ...]) -> list[str]:
-    lines, line = [], head
-    for word in words:
-        if len(line) + len(word) + 1 > WIDTH:
-            lines.append(line.rstrip())
-            line = "  "
-        line += f"{word} "
-    return [*lines, line.rstrip()]

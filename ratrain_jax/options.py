@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ratrain_jax.errors import OptionError
 from ratrain_jax.kernels import Arithmetic
 from ratrain_jax.lowering.program import Settings
 from ratrain_jax.lowering.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from ratrain_jax.planning.plan import Plan
 
 BACKENDS = ("xla", "mt3000")
 STATE_LAYOUTS = ("stacked", "layers")
@@ -132,6 +135,31 @@ class Options:
             window_microbatches=self.window.microbatches,
             memory_limit=tuple(map(int, limits)),
         )
+
+
+BESIDE_A_PLAN = ("devices", "donate_state", "state_layout", "batch_argnums")
+"""Options that a plan leaves open."""
+
+
+def planned_options(plan: Plan, given: Options) -> Options:
+    """The options of a plan, with those that it leaves open as given.
+
+    Args:
+        plan: the plan.
+        given: what the step was decorated with beside it.
+
+    Raises:
+        OptionError: options were given that the plan says.
+        PlanError: the plan is for what the runtime does not run.
+    """
+    for field in dataclasses.fields(given):
+        value = getattr(given, field.name)
+        if field.name not in BESIDE_A_PLAN and value != field.default:
+            raise OptionError(
+                f"{field.name}={value!r} was given beside a plan, which says it; leave one of them out."
+            )
+    left_open = {name: getattr(given, name) for name in BESIDE_A_PLAN}
+    return dataclasses.replace(plan.options(), **left_open)
 
 
 def _sequence(name: str, value: Any, what: str) -> None:

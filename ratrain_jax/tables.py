@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -37,3 +38,14 @@ def render(table: Table) -> str:
     target = io.StringIO()
     Console(file=target, width=WIDTH).print(table)
     return "\n".join(line.rstrip() for line in target.getvalue().splitlines())
+
+
+def wrapped(head: str, words: Iterable[str]) -> list[str]:
+    """Words behind a head, in lines of the usual width."""
+    lines, line = [], head
+    for word in words:
+        if len(line) + len(word) + 1 > WIDTH:
+            lines.append(line.rstrip())
+            line = "  "
+        line += f"{word} "
+    return [*lines, line.rstrip()]

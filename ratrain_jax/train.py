@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ratrain_jax.kernels import Arithmetic, load_machine
+from ratrain_jax.kernels import Arithmetic, Machine, builtin_machines, load_machine
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.lower import lower_step
-from ratrain_jax.options import Options, Window
+from ratrain_jax.options import Options, Window, planned_options
 from ratrain_jax.step import Step
 from ratrain_jax.tracing import trace_step
+
+if TYPE_CHECKING:
+    from ratrain_jax.planning.plan import Plan
 
 
 class TrainStep(Step):
@@ -18,12 +21,16 @@ class TrainStep(Step):
 
     Attributes:
         options: what the step was decorated with.
+        plan: the plan that the options come from; None without one.
         lowered: what the last `lower` gave, also within a call; None before.
         __wrapped__: the undecorated step.
     """
 
-    def __init__(self, step: Callable[..., Any], options: Options) -> None:
+    def __init__(
+        self, step: Callable[..., Any], options: Options, plan: Plan | None = None
+    ) -> None:
         super().__init__(step, options)
+        self.plan = plan
         self.lowered: Lowered | None = None
 
     def lower(self, *args: Any) -> Lowered:
@@ -37,18 +44,29 @@ class TrainStep(Step):
 
         Raises:
             StepError, BatchError, LayoutError, MemoryLimitError: what to change is in the message.
+            PlanError: the step was decorated with a plan for another state or batch.
         """
+        if self.plan is not None:
+            self.plan.check(args)
         trace, signature = trace_step(self.__wrapped__, args, self.options)
         kernels = self.options.kernels()
         code, program = lower_step(
             trace,
             self.options.settings(),
-            kernels.machine if kernels is not None else load_machine("generic"),
+            self._machine(),
             self.options.boundaries,
             kernels,
         )
         self.lowered = Lowered(code, program, signature, self.options, trace)
         return self.lowered
+
+    def _machine(self) -> Machine:
+        """What layers are cut, and ops put in order, for."""
+        kernels = self.options.kernels()
+        if kernels is not None:
+            return kernels.machine
+        planned = self.plan.machine if self.plan is not None else ""
+        return load_machine(planned if planned in builtin_machines() else "generic")
 
 
 def train_step(
@@ -69,6 +87,7 @@ def train_step(
     donate_state: bool = True,
     state_layout: str = "stacked",
     backend: str | Arithmetic = "xla",
+    plan: Plan | None = None,
 ) -> Callable[[Callable[..., Any]], TrainStep]:
     """Decorates a train step so that it runs as a pipeline over `stages * data_parallel` devices.
 
@@ -96,12 +115,15 @@ def train_step(
             `ratrain_jax.StackedLeaf`, without a copy. Either form is taken in.
         backend: `"xla"`, or `"mt3000"` to send matrix products and attention through that machine's float16 kernels,
             emulated on the CPU. A `ratrain_jax.kernels.Arithmetic` chooses another machine, accumulator or exact bits.
+        plan: a plan of `ratrain_jax.plan`, which says all that shapes the program; only `devices`, `donate_state`,
+            `state_layout` and `batch_argnums` may be given beside it.
 
     Returns:
         A decorator that gives a `TrainStep`.
 
     Raises:
-        OptionError: an option out of range.
+        OptionError: an option out of range, or one that contradicts the plan.
+        PlanError: the plan is for what the runtime does not run.
 
     Example:
         >>> import jax.numpy as jnp, ratrain_jax as rt
@@ -132,4 +154,6 @@ def train_step(
         state_layout=state_layout,
         backend=backend,
     )
-    return lambda step: TrainStep(step, options)
+    if plan is not None:
+        options = planned_options(plan, options)
+    return lambda step: TrainStep(step, options, plan)

@@ -1,0 +1,76 @@
+"""A point of the planner's space."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+RUNNABLE: Final = ("gpipe", "1f1b", "ratrain")
+"""Schedules that the runtime runs."""
+
+RECOVERIES: Final = ("none", "auto", "forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """How a step is laid out, before its layers are split over stages.
+
+    Attributes:
+        stages: P, pipeline stages.
+        data_parallel: D, devices of a stage that share its work.
+        tensor_parallel: T, devices that share each layer; only simulated.
+        rows: examples of a microbatch.
+        microbatches: m, for each of the D ranks.
+        schedule: `gpipe`, `1f1b` or `ratrain`; `interleaved` and `zb-h1` are only simulated.
+        zero: 1, 2, or 3, which is only simulated.
+        recovery: `none`, `auto`, `forward` or `backward`.
+        chunks: runs of layers a stage, of an interleaved schedule.
+        window: layers whose state tasks may be in flight on a stage.
+    """
+
+    stages: int
+    data_parallel: int
+    rows: int
+    microbatches: int
+    tensor_parallel: int = 1
+    schedule: str = "ratrain"
+    zero: int = 1
+    recovery: str = "auto"
+    chunks: int = 1
+    window: int = 2
+
+    @property
+    def devices(self) -> int:
+        """All devices."""
+        return self.stages * self.data_parallel * self.tensor_parallel
+
+    @property
+    def runs(self) -> bool:
+        """Whether the runtime runs it; else it is only simulated."""
+        return self.tensor_parallel == 1 and self.zero < 3 and self.schedule in RUNNABLE
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether state work goes layer by layer, behind each layer's last gradient."""
+        return self.schedule not in ("gpipe", "1f1b")
+
+    @property
+    def fills(self) -> bool:
+        """Whether a stage waits for a whole forward and backward of each stage before it."""
+        return self.schedule in RUNNABLE
+
+    def in_flight(self, stage: int) -> int:
+        """The most microbatches whose activations a stage holds at once."""
+        if self.schedule == "gpipe":
+            return self.microbatches
+        if self.schedule == "interleaved":
+            warm_up = 2 * (self.stages - stage - 1) + (self.chunks - 1) * self.stages
+            return min(self.microbatches * self.chunks, warm_up + 1)
+        return min(self.microbatches, self.stages - stage)
+
+    def __str__(self) -> str:
+        tensor = f" × {self.tensor_parallel} tensor" if self.tensor_parallel > 1 else ""
+        return (
+            f"{self.stages} stages × {self.data_parallel}{tensor}, {self.microbatches} microbatches of {self.rows},"
+            f" {self.schedule}, zero={self.zero}, recovery={self.recovery}"
+        )

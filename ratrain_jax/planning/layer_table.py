@@ -1,0 +1,258 @@
+"""What a planner knows of a step: one row a layer, counted from its traced programs.
+
+A model with a scan over layers is traced with three of them, and the row of the middle one stands for all that were left
+out; equal layers are costed once. Bytes are those of one device of a data-parallel group that does nothing in shards;
+`LayerRow` says what becomes of them when the group does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from ratrain_jax.kernels import Machine
+from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.cost import aval_bytes
+from ratrain_jax.lowering.op_costs import Work, code_work
+from ratrain_jax.lowering.scratch import scratch_bytes
+from ratrain_jax.lowering.shards import shard_axis
+from ratrain_jax.lowering.units import gradient_dtype
+
+KEPT_LAYERS = 3
+"""Layers of a scan that are traced: the first, the last, and one between them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a layer's state.
+
+    Attributes:
+        shape: its shape.
+        itemsize: bytes of an element.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * self.itemsize
+
+    def shard_bytes(self, devices: int) -> int:
+        """Bytes on each device of a group: a part of the largest axis that they divide, or the whole."""
+        return self.bytes // devices if shard_axis(self.shape, devices) is not None else self.bytes
+
+
+@functools.lru_cache(maxsize=65536)
+def shard_bytes(leaves: tuple[Leaf, ...], devices: int) -> int:
+    """Bytes of some leaves on each device of a group."""
+    return sum(leaf.shard_bytes(devices) for leaf in leaves)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerRow:
+    """One layer, for one microbatch.
+
+    Attributes:
+        name: its name.
+        kind: rows of one kind have equal programs and equal bytes.
+        forward: what its forward asks of the machine.
+        backward: what its backward asks.
+        parameters: its parameters in the user's state.
+        optimizer: the rest of its state.
+        gradients: its gradients, as they are accumulated.
+        view: bytes of its parameters in compute dtype.
+        aliased: those of them that a group of one device need not copy.
+        residuals: bytes that backward needs of forward, its own inputs among them.
+        inputs: bytes of what earlier layers hand it: its checkpoint.
+        scratch: bytes that its programs hold for a while (an estimate).
+        borrowed: bytes of the view, and of the gradients, of parameters that other layers own.
+        late: whether its update waits for a global reduction.
+    """
+
+    name: str
+    kind: int
+    forward: Work
+    backward: Work
+    parameters: tuple[Leaf, ...]
+    optimizer: tuple[Leaf, ...]
+    gradients: tuple[Leaf, ...]
+    view: int
+    aliased: int
+    residuals: int
+    inputs: int
+    scratch: int
+    borrowed: tuple[int, int]
+    late: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerTable:
+    """All layers of a step at one size of microbatch.
+
+    Attributes:
+        rows: one a layer, in order.
+        rows_per_microbatch: examples of a microbatch.
+        cuts: bytes that cross from each layer to the next, for one microbatch; one number fewer than rows.
+        operands: for each layer, bytes of the batch that it is the first to read on its stage, for one microbatch.
+    """
+
+    rows: tuple[LayerRow, ...]
+    rows_per_microbatch: int
+    cuts: tuple[int, ...]
+    operands: tuple[int, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(leaf.shape) for row in self.rows for leaf in row.parameters)
+
+
+def layer_table(
+    code: StepCode, lengths: dict[str, int], machine: Machine, rows_per_microbatch: int
+) -> LayerTable:
+    """Counts a step.
+
+    Args:
+        code: the step on one stage and one device, with scans cut short (`ratrain_jax.lowering.stacks.open_short`).
+        lengths: how many layers each scan really has.
+        machine: what costs are counted for.
+        rows_per_microbatch: examples of a microbatch.
+    """
+    counter = _Counter(code, machine)
+    numbers = _expanded([layer.name for layer in code.layered.layers], lengths)
+    found = [counter.row(n) for n in numbers]
+    names = _names([code.layered.layers[n].name for n in numbers], lengths)
+    rows = tuple(
+        dataclasses.replace(row, name=name) for row, name in zip(found, names, strict=True)
+    )
+    return LayerTable(
+        rows,
+        rows_per_microbatch,
+        tuple(counter.cut(n) for n in numbers[:-1]),
+        tuple(counter.operands(n) for n in numbers),
+    )
+
+
+def _expanded(names: Sequence[str], lengths: dict[str, int]) -> list[int]:
+    """The number of the traced layer that stands for each layer of the model."""
+    numbers: list[int] = []
+    place = 0
+    while place < len(names):
+        prefix = next((p for p in lengths if _inside(names[place], f"{p}/1")), None)
+        stop = place + 1
+        if prefix is not None:
+            while stop < len(names) and _inside(names[stop], f"{prefix}/1"):
+                stop += 1
+        times = 1 if prefix is None else lengths[prefix] - KEPT_LAYERS + 1
+        numbers += [*range(place, stop)] * times
+        place = stop
+    return numbers
+
+
+def _inside(name: str, group: str) -> bool:
+    return name == group or name.startswith(f"{group}/")
+
+
+def _names(names: Sequence[str], lengths: dict[str, int]) -> list[str]:
+    """The names that the layers of the whole model have."""
+    found: list[str] = []
+    seen: dict[str, int] = {}
+    for name in names:
+        prefix = next((p for p in lengths if name.startswith(f"{p}/")), None)
+        if prefix is None:
+            found.append(name)
+            continue
+        number, _, rest = name[len(prefix) + 1 :].partition("/")
+        key = f"{prefix}//{rest}"
+        if number == "1":
+            seen[key] = seen.get(key, 0) + 1
+            number = str(seen[key])
+        elif number == "2":
+            number = str(lengths[prefix] - 1)
+        found.append(f"{prefix}/{number}" + (f"/{rest}" if rest else ""))
+    return found
+
+
+class _Counter:
+    """Counts rows; each traced layer once."""
+
+    def __init__(self, code: StepCode, machine: Machine) -> None:
+        self.code, self.machine = code, machine
+        self._rows: dict[int, LayerRow] = {}
+        self._kinds: dict[str, int] = {}
+        self._works: dict[tuple[str, str], tuple[Work, int]] = {}
+
+    def row(self, n: int) -> LayerRow:
+        """The row of a traced layer."""
+        if n not in self._rows:
+            self._rows[n] = self._count(n)
+        return self._rows[n]
+
+    def cut(self, n: int) -> int:
+        """Bytes that cross from a traced layer to the next."""
+        return sum(
+            aval_bytes(v.aval)
+            for v in self.code.layered.variables
+            if v.role == "boundary" and v.producer <= n and any(r > n for r in v.readers)
+        )
+
+    def operands(self, n: int) -> int:
+        """Bytes of what one microbatch of a traced layer reads of the batch."""
+        found = 0
+        for o in self.code.layered.layers[n].operands:
+            array = self.code.operand_type(o)
+            split = self.code.regions.operands[o].split
+            found += array.bytes // self.code.microbatches if split else 0
+        return found
+
+    def _work(self, n: int, which: str) -> tuple[Work, int]:
+        code = self.code.codes[n]
+        key = (code.fingerprint, which)
+        if key not in self._works:
+            program = getattr(code, which)
+            self._works[key] = (code_work(program, self.machine), scratch_bytes(program))
+        return self._works[key]
+
+    def _count(self, n: int) -> LayerRow:
+        code, layer, layer_code = self.code, self.code.layered.layers[n], self.code.codes[n]
+        (forward, forward_scratch), (backward, backward_scratch) = (
+            self._work(n, which) for which in ("forward", "backward")
+        )
+        update = code.update.layers[n]
+        kept = sum(aval_bytes(code.layered.variables[v].aval) for v in layer_code.backward_inputs)
+        owned = [p for p in layer.reads if code.owner[p] == n]
+        other = [p for p in layer.reads if code.owner[p] != n]
+        return LayerRow(
+            name=layer.name,
+            kind=self._kinds.setdefault(layer_code.fingerprint, len(self._kinds)),
+            forward=forward,
+            backward=backward,
+            parameters=tuple(self._leaf(leaf) for leaf in update.parameters),
+            optimizer=tuple(self._leaf(leaf) for leaf in update.optimizer),
+            gradients=tuple(self._gradient(p) for p in owned),
+            view=sum(map(self._view, owned)),
+            aliased=sum(map(self._view, filter(self._same_dtype, owned))),
+            residuals=kept + sum(map(aval_bytes, layer_code.residuals)),
+            inputs=sum(aval_bytes(code.layered.variables[v].aval) for v in layer.inputs),
+            scratch=max(forward_scratch, backward_scratch),
+            borrowed=(sum(map(self._view, other)), sum(self._gradient(p).bytes for p in other)),
+            late=update.phase > 0,
+        )
+
+    def _leaf(self, leaf: int) -> Leaf:
+        aval = self.code.regions.step.invars[leaf].aval
+        return Leaf(tuple(aval.shape), aval.dtype.itemsize)
+
+    def _gradient(self, param: int) -> Leaf:
+        master = self.code.master[param]
+        return Leaf(tuple(master.shape), gradient_dtype(master.dtype).itemsize)
+
+    def _view(self, param: int) -> int:
+        return math.prod(self.code.master[param].shape) * self.code.view_dtypes[param].itemsize
+
+    def _same_dtype(self, param: int) -> bool:
+        return self.code.view_dtypes[param] == self.code.master[param].dtype

@@ -1,0 +1,194 @@
+"""A plan: the configuration chosen, what it is predicted to take, and why the others were not; as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+
+from ratrain_jax.errors import PlanError
+from ratrain_jax.lowering.records import Form, read
+from ratrain_jax.options import Options, Window
+from ratrain_jax.planning.configuration import Configuration
+from ratrain_jax.planning.stage_costs import StageMemory
+from ratrain_jax.planning.why_not import WhyNot
+from ratrain_jax.tracing import abstract
+
+if TYPE_CHECKING:
+    from ratrain_jax.lowered import Lowered
+    from ratrain_jax.lowering.program import Program
+
+_FORM: Final = Form("ratrain-plan", 1, "plan", PlanError)
+
+
+def fingerprint_of(args: Sequence[Any]) -> str:
+    """Tells states and batches of other shapes, dtypes or structure apart.
+
+    Args:
+        args: the types of a step's arguments.
+    """
+    # Of the tree only the paths: what it closes over (a model, an optimizer) is written anew in every process.
+    found = jax.tree_util.tree_leaves_with_path(tuple(args))
+    shown = [f"{jax.tree_util.keystr(path)}{leaf.shape}{leaf.dtype}" for path, leaf in found]
+    return hashlib.sha256("\n".join(shown).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """One stage of a plan.
+
+    Attributes:
+        first: name of its first layer.
+        layers: how many it has.
+        recovered: how many of them, from the first on, are recovered.
+        seconds: forward, backward and recovery of one microbatch.
+        memory: bytes of each of its devices at its fullest, by term.
+    """
+
+    first: str
+    layers: int
+    recovered: int
+    seconds: float
+    memory: StageMemory
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a step runs best on a machine, as far as it was searched; its `str` says why.
+
+    Attributes:
+        configuration: the choice.
+        stages: its stages.
+        step_seconds: the step that is predicted.
+        tail_seconds: the part of it after the pacing stage's last backward.
+        machine: the machine's name.
+        limit: bytes a device that the plan had to fit in.
+        global_batch: examples of a step.
+        fingerprint: of the state and the batch that it was made for.
+        backend: what computes products, as in `train_step`.
+        searched: how many configurations the space had.
+        assumed: what of the machine has no source.
+        why_not: the best rejected plan of each kind.
+    """
+
+    configuration: Configuration
+    stages: tuple[PlannedStage, ...]
+    step_seconds: float
+    tail_seconds: float
+    machine: str
+    limit: int
+    global_batch: int
+    fingerprint: str
+    backend: str
+    searched: int
+    assumed: tuple[str, ...]
+    why_not: tuple[WhyNot, ...]
+
+    def bound(self, lower: Callable[[Plan], Lowered]) -> Plan:
+        """This plan, with the step that it is for."""
+        bound = dataclasses.replace(self)
+        bound.__dict__["_lower"] = lower
+        return bound
+
+    @functools.cached_property
+    def lowered(self) -> Lowered:
+        """The step lowered as planned, with transfers in the order that suits the machine.
+
+        Raises:
+            PlanError: the plan was read from a file: decorate the step with `rt.train_step(plan=plan)` and lower that.
+            OptionError: the runtime does not run such plans.
+        """
+        lower = self.__dict__.get("_lower")
+        if lower is None:
+            raise PlanError(
+                "a plan that was read back holds no step; decorate it with rt.train_step(plan=plan) and call lower."
+            )
+        return lower(self)
+
+    @property
+    def program(self) -> Program:
+        """The program of `lowered`."""
+        return self.lowered.program
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Refuses a state or a batch that the plan was not made for.
+
+        Args:
+            args: a step's arguments, or their types.
+
+        Raises:
+            PlanError: their shapes, dtypes or structure are others.
+        """
+        found = fingerprint_of([abstract(arg) for arg in args])
+        if found != self.fingerprint:
+            raise PlanError(
+                f"the plan is for another model or batch: it was made for shapes {self.fingerprint} with"
+                f" {self.global_batch} examples, and these are {found}. Plan again with this state and batch."
+            )
+
+    def options(self) -> Options:
+        """What `rt.train_step` is asked for.
+
+        Raises:
+            PlanError: the runtime does not run such plans; the message names what it lacks.
+        """
+        c = self.configuration
+        if not c.runs:
+            raise PlanError(
+                f"the plan ({c}) is only simulated: the runtime runs no tensor parallelism, no zero=3, and the schedules"
+                " gpipe, 1f1b and ratrain. Plan without include_simulated."
+            )
+        return Options(
+            stages=c.stages,
+            data_parallel=c.data_parallel,
+            microbatches=c.microbatches,
+            schedule=c.schedule,
+            zero=c.zero,
+            recovery=c.recovery,
+            window=Window(layers=c.window),
+            memory_limit=tuple(self.limit - stage.memory.scratch for stage in self.stages),
+            boundaries=tuple(stage.first for stage in self.stages[1:]),
+            backend=self.backend,
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON that `from_json` reads back to an equal plan."""
+        return json.dumps({**_FORM.head, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Reads a plan.
+
+        Raises:
+            PlanError: the text is no JSON, of another version, or not of this form; the message has the path.
+        """
+        return read(Plan, text, _FORM)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON."""
+        pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan from a file.
+
+        Raises:
+            PlanError: there is no such file, or it is no plan.
+        """
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read plan {os.fspath(path)!r}: {error}.") from error
+        return Plan.from_json(text)
+
+    def __str__(self) -> str:
+        from ratrain_jax.planning.tables import plan_text
+
+        return plan_text(self)

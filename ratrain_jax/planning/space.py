@@ -1,0 +1,88 @@
+"""The planner's space: which configurations are looked at.
+
+Declared so that a search can be checked against looking at all of it: every depth, group and size of microbatch that
+uses all devices and divides the batch, with every schedule, ZeRO stage and recovery asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from ratrain_jax.errors import OptionError
+from ratrain_jax.planning.configuration import RECOVERIES, RUNNABLE, Configuration
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Sizes of microbatches that are tried, in examples."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What a search goes through.
+
+    Attributes:
+        devices: how many devices; all are used.
+        global_batch: examples of a step.
+        layers: the most stages that there can be.
+        rows: sizes of microbatches.
+        tensor_parallel: T.
+        schedules: names.
+        zeros: ZeRO stages.
+        recoveries: names.
+        chunks: runs of layers a stage, for `interleaved`.
+        stages: depths; every one that divides the devices unless given.
+    """
+
+    devices: int
+    global_batch: int
+    layers: int
+    rows: tuple[int, ...] = ROWS
+    tensor_parallel: tuple[int, ...] = (1,)
+    schedules: tuple[str, ...] = RUNNABLE
+    zeros: tuple[int, ...] = (1, 2)
+    recoveries: tuple[str, ...] = RECOVERIES
+    chunks: tuple[int, ...] = (2, 3, 4)
+    stages: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.global_batch < 1:
+            raise OptionError(
+                f"a plan needs at least one device and one example, got {self.devices} and {self.global_batch}."
+            )
+
+    def configurations(self) -> Iterator[Configuration]:
+        """Every configuration."""
+        for tensor in self.tensor_parallel:
+            for stages in self.stages or range(1, min(self.layers, self.devices) + 1):
+                if self.devices % (stages * tensor) == 0:
+                    yield from self._of(stages, self.devices // (stages * tensor), tensor)
+
+    def _of(self, stages: int, group: int, tensor: int) -> Iterator[Configuration]:
+        share, rest = divmod(self.global_batch, group)
+        if rest:
+            return
+        for rows in self.rows:
+            if share % rows:
+                continue
+            for schedule in self.schedules:
+                for zero in self.zeros if group > 1 else self.zeros[:1]:
+                    for recovery in self.recoveries:
+                        for chunks in self._chunks(schedule, stages, share // rows):
+                            yield Configuration(
+                                stages=stages,
+                                data_parallel=group,
+                                tensor_parallel=tensor,
+                                rows=rows,
+                                microbatches=share // rows,
+                                schedule=schedule,
+                                zero=zero,
+                                recovery=recovery,
+                                chunks=chunks,
+                            )
+
+    def _chunks(self, schedule: str, stages: int, microbatches: int) -> tuple[int, ...]:
+        if schedule != "interleaved":
+            return (1,)
+        if stages == 1 or microbatches % stages:
+            return ()
+        return tuple(c for c in self.chunks if c * stages <= self.layers)

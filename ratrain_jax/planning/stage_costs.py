@@ -1,0 +1,262 @@
+"""Seconds and bytes of a stage: of a run of layers, some of them recovered, under a configuration.
+
+Bytes of a device, by term (a layer's own are in `LayerRow`; D the group, k the microbatches in flight):
+
+    parameters    shards of the parameters                 Σ shard(parameters, D)
+    optimizer     shards of the rest of the state          Σ shard(optimizer, D)
+    view          whole parameters in compute dtype        Σ view (for D = 1 without those that need no copy)
+    gradients     zero=1: whole accumulators; zero=2: their shards, and the whole gradients of the layers whose
+                  synchronisation is behind their backward
+    residuals     k · Σ residuals of layers that keep them, and once those of the layers that are recovered
+    checkpoints   k · inputs of the first recovered layer (what the batch gives is an operand)
+    boundaries    what waits at the stage's ends: one microbatch's input and output more, and a gradient each way
+    operands      what the stage reads of the batch, for all microbatches
+    scratch       the most that one of its programs holds for a while (an estimate)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+from ratrain_jax.kernels import Machine
+from ratrain_jax.kernels.collectives import (
+    all_gather_seconds,
+    reduce_scatter_seconds,
+    transfer_seconds,
+)
+from ratrain_jax.lowering.blocks import group_blocks
+from ratrain_jax.planning.configuration import Configuration
+from ratrain_jax.planning.layer_table import LayerRow, LayerTable, shard_bytes
+
+TERMS = (
+    "parameters",
+    "optimizer",
+    "view",
+    "gradients",
+    "residuals",
+    "checkpoints",
+    "boundaries",
+    "operands",
+    "scratch",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of each device of a stage at its fullest, by term."""
+
+    parameters: int
+    optimizer: int
+    view: int
+    gradients: int
+    residuals: int
+    checkpoints: int
+    boundaries: int
+    operands: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """All terms."""
+        return sum(getattr(self, term) for term in TERMS)
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest term."""
+        return max(TERMS, key=lambda term: getattr(self, term))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerState:
+    """Seconds of a layer's state work on its stage.
+
+    Attributes:
+        sync: reduce-scatter of its gradients.
+        update: update of its shards.
+        gather: all-gather of its view.
+    """
+
+    sync: float
+    update: float
+    gather: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a plan.
+
+    Attributes:
+        layers: its run of layers, half-open.
+        recovered: how many of them, from the first on, are recovered.
+        forward: seconds of one microbatch's forward.
+        backward: seconds of its backward.
+        recover: seconds of its recovery.
+        memory: its bytes.
+    """
+
+    layers: tuple[int, int]
+    recovered: int
+    forward: float
+    backward: float
+    recover: float
+    memory: StageMemory
+
+    @property
+    def seconds(self) -> float:
+        """Compute of one microbatch."""
+        return self.forward + self.backward + self.recover
+
+
+class StageCosts:
+    """Costs runs of layers under one configuration; runs of equal layers once.
+
+    Args:
+        table: the layers.
+        configuration: how the step is laid out.
+        machine: what it runs on.
+    """
+
+    def __init__(self, table: LayerTable, configuration: Configuration, machine: Machine) -> None:
+        self.table, self.configuration, self.machine = table, configuration, machine
+        rows = table.rows
+        self.count = len(rows)
+        self.forward = running([row.forward.seconds for row in rows])
+        self.backward = running([row.backward.seconds for row in rows])
+        devices = configuration.data_parallel
+        self.parameters = running([shard_bytes(row.parameters, devices) for row in rows])
+        self.optimizer = running([shard_bytes(row.optimizer, devices) for row in rows])
+        alone = devices == 1
+        self.view = running([row.view - (row.aliased if alone else 0) for row in rows])
+        self.borrowed = running([sum(row.borrowed) for row in rows])
+        self.whole = [sum(leaf.bytes for leaf in row.gradients) for row in rows]
+        self.gradients = running(self.whole)
+        self.sharded = running([shard_bytes(row.gradients, devices) for row in rows])
+        self.residuals = running([row.residuals for row in rows])
+        self.operands = running(table.operands)
+        self.kinds = [row.kind for row in rows]
+        self._blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    @functools.cached_property
+    def state(self) -> tuple[LayerState, ...]:
+        """Seconds of every layer's state work."""
+        return tuple(self._state(row.kind, row) for row in self.table.rows)
+
+    @functools.cached_property
+    def sends(self) -> tuple[float, ...]:
+        """Seconds to send what crosses behind each layer but the last."""
+        c = self.configuration
+        group = c.data_parallel * c.tensor_parallel
+        return tuple(
+            transfer_seconds(self.machine, count, distance=group, sharing=group)
+            for count in self.table.cuts
+        )
+
+    def _state(self, kind: int, row: LayerRow) -> LayerState:
+        known: dict[int, LayerState] = self.__dict__.setdefault("_known_state", {})
+        if kind not in known:
+            devices = self.configuration.data_parallel
+            held = shard_bytes(row.parameters, devices) + shard_bytes(row.optimizer, devices)
+            swept = 2 * held + shard_bytes(row.gradients, devices)
+            launch = self.machine.launch_seconds if row.parameters else 0.0
+            gradients = sum(leaf.bytes for leaf in row.gradients)
+            known[kind] = LayerState(
+                reduce_scatter_seconds(self.machine, gradients, devices),
+                swept / self.machine.streaming_bandwidth + launch,
+                all_gather_seconds(self.machine, row.view, devices),
+            )
+        return known[kind]
+
+    def block_ends(self, first: int, end: int) -> tuple[int, ...]:
+        """Where the blocks of a stage end, counted from its first layer."""
+        kinds = tuple(self.kinds[first:end])
+        if kinds not in self._blocks:
+            blocks = group_blocks([0] * len(kinds), [str(kind) for kind in kinds])
+            self._blocks[kinds] = tuple(
+                n + 1
+                for n in range(len(blocks))
+                if n + 1 == len(blocks) or blocks[n + 1] != blocks[n]
+            )
+        return self._blocks[kinds]
+
+    def stage(self, number: int, first: int, end: int, recovered: int) -> Stage:
+        """Costs a run of layers as a stage.
+
+        Args:
+            number: the stage's number.
+            first: its first layer.
+            end: the layer after its last.
+            recovered: how many layers are recovered, from the first on.
+        """
+        launches = len(self.block_ends(first, end)) * self.machine.launch_seconds
+        again = sum(1 for block in self.block_ends(first, end) if block <= recovered)
+        return Stage(
+            (first, end),
+            recovered,
+            self.forward[end] - self.forward[first] + launches,
+            self.backward[end] - self.backward[first] + launches,
+            self.forward[first + recovered]
+            - self.forward[first]
+            + again * self.machine.launch_seconds,
+            self.memory(number, first, end, recovered),
+        )
+
+    def memory(self, number: int, first: int, end: int, recovered: int) -> StageMemory:
+        """Bytes of a run of layers as a stage; see `stage`."""
+        c, flying = self.configuration, self.configuration.in_flight(number)
+        split = first + recovered
+        kept = self.residuals[end] - self.residuals[split]
+        once = self.residuals[split] - self.residuals[first]
+        edges = [self.table.cuts[n] for n in (first - 1, end - 1) if 0 <= n < self.count - 1]
+        incoming = self.table.cuts[first - 1] if first else 0
+        return StageMemory(
+            parameters=self.parameters[end] - self.parameters[first],
+            optimizer=self.optimizer[end] - self.optimizer[first],
+            view=self.view[end] - self.view[first] + self.borrowed[end] - self.borrowed[first],
+            gradients=self._gradients(first, end),
+            residuals=flying * kept + once,
+            checkpoints=flying * incoming if recovered else 0,
+            boundaries=2 * sum(edges),
+            operands=c.microbatches * (self.operands[end] - self.operands[first]),
+            scratch=max(row.scratch for row in self.table.rows[first:end]),
+        )
+
+    def _gradients(self, first: int, end: int) -> int:
+        if self.configuration.zero == 1:
+            return self.gradients[end] - self.gradients[first]
+        sharded = self.sharded[end] - self.sharded[first]
+        if self.configuration.data_parallel == 1:
+            return sharded + max(self.whole[first:end])
+        return sharded + self._unsynchronised(first, end)
+
+    def _unsynchronised(self, first: int, end: int) -> int:
+        """Whole gradients of one microbatch that wait for their synchronisation, at most."""
+        if not self.configuration.layerwise:
+            return self.gradients[end] - self.gradients[first]
+        now = free = 0.0
+        waiting: list[tuple[float, int]] = []
+        most = 0
+        for n in reversed(range(first, end)):
+            now += self.table.rows[n].backward.seconds
+            free = max(free, now) + self.state[n].sync
+            waiting = [(done, count) for done, count in waiting if done > now]
+            waiting.append((free, self.whole[n]))
+            most = max(most, sum(count for _, count in waiting))
+        return most
+
+
+def running(numbers: Sequence[float]) -> list:
+    """The sums of all beginnings of some numbers, the empty one first."""
+    return list(itertools.accumulate(numbers, initial=0))
+
+
+def fewest_recovered(
+    costs: StageCosts, number: int, first: int, end: int, fits: Callable[[StageMemory], bool]
+) -> int | None:
+    """How many layers of a stage must be recovered for it to fit, in whole blocks; None if it does not fit at all."""
+    for recovered in (0, *costs.block_ends(first, end)):
+        if fits(costs.memory(number, first, end, recovered)):
+            return recovered
+    return None

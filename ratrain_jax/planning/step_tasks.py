@@ -1,0 +1,229 @@
+"""Tasks of a whole step, state work included, from the seconds of stages and layers.
+
+What the program of the same configuration would do, without lowering it: forwards, recoveries and backwards in the order
+of the schedule; the backward of a microbatch whose gradients are synchronised goes layer by layer; then synchronisation,
+update and gathering of each layer, and the first forward of the next step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from ratrain_jax.lowering.schedules import compute_order
+from ratrain_jax.planning.splits import Split
+from ratrain_jax.planning.stage_costs import Stage, StageCosts
+from ratrain_jax.simulation.engine import run
+from ratrain_jax.simulation.tasks import Hold, Port, Tasks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """A simulated step.
+
+    Attributes:
+        step: seconds from step to step.
+        body: seconds from the pacing stage's first forward to the end of its last backward.
+        stage: the pacing stage.
+    """
+
+    step: float
+    body: float
+    stage: int
+
+    @property
+    def tail(self) -> float:
+        """The rest of the step."""
+        return self.step - self.body
+
+
+def step_seconds(costs: StageCosts, split: Split) -> StepSeconds:
+    """Simulates the step of a split.
+
+    Args:
+        costs: of the layers, under a configuration whose schedule runs.
+        split: the layers over stages.
+    """
+    built = _Step(costs, split)
+    built.compute()
+    built.finish()
+    tasks = built.tasks
+    # A link serves first what would be ready first, were there nothing else.
+    tasks.rank = run(tasks).rank
+    for number, holds in built.holds.items():
+        tasks.hold(number, holds)
+    found = run(tasks, costs.machine)
+    lasts = [found.start[again] - found.start[first] for first, again in built.entered]
+    longest = max(lasts)
+    pacing = [s for s, seconds in enumerate(lasts) if seconds >= longest * (1 - 1e-9)]
+    ends = [float(found.end[numbers[-1]]) for numbers in built.backwards]
+    stage = max(pacing, key=ends.__getitem__)
+    return StepSeconds(
+        float(longest), ends[stage] - float(found.start[built.entered[stage][0]]), stage
+    )
+
+
+class _Step:
+    """Adds the tasks of a step."""
+
+    def __init__(self, costs: StageCosts, split: Split) -> None:
+        self.costs, self.split, self.c = costs, split, costs.configuration
+        self.tasks = Tasks()
+        self.holds: dict[int, list[Hold]] = {}
+        self.arrived: dict[tuple[str, int, int], int] = {}
+        self.backwards: list[list[int]] = [[] for _ in split.stages]
+        self.syncs: dict[int, int] = {}
+        self.first_forward: dict[int, int] = {}
+        self.gathered: dict[int, int] = {}
+        self.entered: list[tuple[int, int]] = []
+
+    def compute(self) -> None:
+        """Forwards and backwards of all stages, neighbours' halves first."""
+        if not self.c.layerwise:
+            for number in range(self.c.stages):
+                self.gathered.update(self._gathers(number, dict.fromkeys(self._layers(number))))
+        slots = compute_order(self.c.schedule, self.c.stages, self.c.microbatches)
+        done = [0] * self.c.stages
+        last = self.c.stages - 1
+        moved = True
+        while moved:
+            moved = False
+            for s, own in enumerate(slots):
+                while done[s] < len(own):
+                    kind, i = own[done[s]]
+                    ends = 0 if kind == "F" else last
+                    if s != ends and (kind, s, i) not in self.arrived:
+                        break
+                    self._forward(s, i) if kind == "F" else self._backward(s, i)
+                    done[s] += 1
+                    moved = True
+
+    def _layers(self, s: int) -> range:
+        return range(*self.split.stages[s].layers)
+
+    def _compute(self, s: int, seconds: float, after: list[int]) -> int:
+        return self.tasks.add(seconds, [(s, Port.COMPUTE)], after)
+
+    def _link(self, seconds: float, after: list[int], holds: list[Hold]) -> int:
+        number = self.tasks.add(seconds, after=after)
+        self.holds[number] = holds
+        return number
+
+    def _both(self, s: int) -> list[Hold]:
+        return [(s, Port.SEND), (s, Port.RECEIVE)]
+
+    def _came(self, kind: str, s: int, i: int) -> list[int]:
+        return [self.arrived[kind, s, i]] if (kind, s, i) in self.arrived else []
+
+    def _send(self, kind: str, s: int, to: int, i: int, after: int) -> None:
+        if 0 <= to < self.c.stages:
+            cut = self.split.stages[min(s, to)].layers[1] - 1
+            holds = [(s, Port.SEND), (to, Port.RECEIVE)]
+            self.arrived[kind, to, i] = self._link(self.costs.sends[cut], [after], holds)
+
+    def _forward(self, s: int, i: int) -> None:
+        came = self._came("F", s, i)
+        if i == 0:
+            came += self._views(s, self.gathered)
+        task = self._compute(s, self.split.stages[s].forward, came)
+        self.first_forward.setdefault(s, task)
+        self._send("F", s, s + 1, i, task)
+
+    def _views(self, s: int, gathered: dict[int, int]) -> list[int]:
+        """The gathers that a stage's first forward waits for: those of its first block."""
+        stage = self.split.stages[s]
+        block = self.costs.block_ends(*stage.layers)[0]
+        return [gathered[n] for n in list(self._layers(s))[:block] if n in gathered]
+
+    def _backward(self, s: int, i: int) -> None:
+        stage, came = self.split.stages[s], self._came("B", s, i)
+        if stage.recovered:
+            self._compute(s, stage.recover, came if self.c.recovery == "backward" else [])
+        synced = self.c.data_parallel > 1 and (self.c.zero == 2 or i == self.c.microbatches - 1)
+        if synced:
+            task = self._backward_by_layer(s, stage, i, came)
+        else:
+            task = self._compute(s, stage.backward, came)
+            self.backwards[s].append(task)
+        self._send("B", s, s - 1, i, task)
+
+    def _backward_by_layer(self, s: int, stage: Stage, i: int, came: list[int]) -> int:
+        launch = self.costs.machine.launch_seconds
+        last: int = -1
+        waiting: list[tuple[int, int]] = []
+        for n in reversed(self._layers(s)):
+            held = [self.syncs[n]] if n in self.syncs else []  # zero=2: the gradient before
+            last = self._compute(s, self.costs.table.rows[n].backward.seconds + launch, came + held)
+            came = []
+            if self.costs.table.rows[n].gradients:
+                waiting.append((n, last))
+            if self.c.layerwise:
+                self._sync(s, waiting)
+                waiting = []
+        self.backwards[s].append(last)
+        self._sync(s, [(n, last) for n, _ in waiting])
+        return last
+
+    def _sync(self, s: int, layers: list[tuple[int, int]]) -> None:
+        for n, after in layers:
+            self.syncs[n] = self._link(self.costs.state[n].sync, [after], self._both(s))
+
+    def finish(self) -> None:
+        """Updates, gathers, and each stage's first forward of the next step."""
+        again: dict[int, int] = {}
+        reduced = self._reduction()
+        for s in range(self.c.stages):
+            gathered = self._updates(s, reduced)
+            came = [again[s - 1]] if s else []
+            if s:
+                cut = self.split.stages[s - 1].layers[1] - 1
+                holds = [(s - 1, Port.SEND), (s, Port.RECEIVE)]
+                came = [self._link(self.costs.sends[cut], came, holds)]
+            first = self._compute(s, self.split.stages[s].forward, came + self._views(s, gathered))
+            again[s] = first
+            self.entered.append((self.first_forward[s], first))
+
+    def _reduction(self) -> list[int]:
+        """The global reduction that late updates wait for."""
+        if not any(row.late for row in self.costs.table.rows):
+            return []
+        after = [*self.syncs.values(), *(numbers[-1] for numbers in self.backwards)]
+        rounds = max(1, (self.c.stages - 1).bit_length())
+        latency = self.costs.machine.link_latency
+        return [self.tasks.add(rounds * latency, after=after)]
+
+    def _updates(self, s: int, reduced: list[int]) -> dict[int, int]:
+        """The updates of a stage in the order in which their gradients are final; the gathers behind them."""
+        owners = [n for n in reversed(self._layers(s)) if self.costs.table.rows[n].parameters]
+        all_synced = [self.syncs[n] for n in owners if n in self.syncs]
+        updates: dict[int, int] = {}
+        order = sorted(owners) if reduced and self.c.layerwise else owners
+        gathered: dict[int, int] = {}
+        for n in order:
+            own = [self.syncs[n]] if n in self.syncs else [self.backwards[s][-1]]
+            after = own if self.c.layerwise else all_synced or own
+            updates[n] = self._compute(s, self.costs.state[n].update, [*after, *reduced])
+            if self.c.layerwise:
+                gathered.update(self._gathers(s, {n: updates[n]}))
+        if self.c.layerwise:
+            self._keep_window(order, gathered, bool(reduced), updates)
+            return gathered
+        return self._gathers(s, {n: updates[n] for n in sorted(owners)})
+
+    def _gathers(self, s: int, after: dict[int, int | None]) -> dict[int, int]:
+        if self.c.data_parallel == 1:
+            return {n: task for n, task in after.items() if task is not None}
+        return {
+            n: self._link(self.costs.state[n].gather, [] if task is None else [task], self._both(s))
+            for n, task in after.items()
+            if self.costs.table.rows[n].view
+        }
+
+    def _keep_window(
+        self, order: list[int], gathered: dict[int, int], reduced: bool, updates: dict[int, int]
+    ) -> None:
+        """A chain opens when the one `window` before it closes."""
+        openers = updates if reduced else self.syncs
+        chains = [n for n in order if n in gathered and n in openers]
+        for before, n in zip(chains, itertools.islice(chains, self.c.window, None), strict=False):
+            self.tasks.behind[openers[n]] = (gathered[before],)

@@ -1,0 +1,95 @@
+"""A plan to read: the choice, its stages, and why not the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from ratrain_jax.lowering.text import readable_bytes
+from ratrain_jax.planning.stage_costs import TERMS
+from ratrain_jax.tables import render, wrapped
+
+if TYPE_CHECKING:
+    from ratrain_jax.planning.plan import Plan, PlannedStage
+    from ratrain_jax.planning.why_not import WhyNot
+
+_MOST_STAGES = 12  # more are told by their extremes
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole of it, in 80 columns."""
+    c = plan.configuration
+    marked = "" if c.runs else "  (only simulated: the runtime does not run it)"
+    head = [
+        f"{c.devices} × {plan.machine}, {plan.global_batch} examples a step{marked}",
+        f"  {c.stages} stages × {c.data_parallel} data parallel"
+        + (f" × {c.tensor_parallel} tensor parallel" if c.tensor_parallel > 1 else ""),
+        f"  {c.microbatches} microbatches of {c.rows} examples a rank",
+        f"  schedule={c.schedule}, zero={c.zero}, recovery={c.recovery}",
+        f"  predicted step {plan.step_seconds:.4g} s, of it the tail {plan.tail_seconds:.3g} s",
+        f"  best of {plan.searched} configurations; {readable_bytes(plan.limit)} a device allowed",
+    ]
+    parts = ["\n".join(head), _stages(plan), _why_not(plan.why_not)]
+    if plan.assumed:
+        parts.append("\n".join(wrapped("assumed of the machine: ", plan.assumed)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _stages(plan: Plan) -> str:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for name in ("stage", "from layer", "layers", "again", "ms", "memory", "most of it"):
+        left = name in ("from layer", "most of it")
+        table.add_column(
+            name, justify="left" if left else "right", no_wrap=True, overflow="ellipsis"
+        )
+    for number, stage in _shown(plan.stages):
+        table.add_row(
+            str(number),
+            stage.first,
+            str(stage.layers),
+            str(stage.recovered or ""),
+            f"{1e3 * stage.seconds:.4g}",
+            readable_bytes(stage.memory.total),
+            _largest(stage),
+        )
+    left_out = len(plan.stages) - len(_shown(plan.stages))
+    note = f"\n({left_out} stages between them left out)" if left_out else ""
+    return render(table) + note
+
+
+def _shown(stages: tuple[PlannedStage, ...]) -> list[tuple[int, PlannedStage]]:
+    """All stages, or the first, the last, the slowest and the fullest."""
+    numbered = list(enumerate(stages))
+    if len(stages) <= _MOST_STAGES:
+        return numbered
+    fullest = max(numbered, key=lambda item: item[1].memory.total)
+    slowest = max(numbered, key=lambda item: item[1].seconds)
+    chosen = {0, 1, len(stages) - 1, fullest[0], slowest[0]}
+    return [item for item in numbered if item[0] in chosen]
+
+
+def _largest(stage: PlannedStage) -> str:
+    """The two largest terms of a stage's memory."""
+    terms = sorted(TERMS, key=lambda term: -getattr(stage.memory, term))[:2]
+    return ", ".join(f"{term} {readable_bytes(getattr(stage.memory, term))}" for term in terms)
+
+
+def _why_not(entries: tuple[WhyNot, ...]) -> str:
+    if not entries:
+        return ""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("why not", no_wrap=True)
+    table.add_column("best of the kind", justify="right", no_wrap=True)
+    table.add_column("because of", overflow="ellipsis", no_wrap=True)
+    for entry in entries:
+        table.add_row(entry.kind, _verdict(entry), entry.term)
+    return render(table)
+
+
+def _verdict(entry: WhyNot) -> str:
+    if entry.short:
+        return f"{readable_bytes(entry.short)} too much"
+    if entry.slower is None:
+        return f"{entry.seconds:.4g} s"
+    return "as fast" if f"{entry.slower:.4f}" == "1.0000" else f"{entry.slower - 1:+.2%} time"
