@@ -1,6 +1,7 @@
 """What a kernel costs on a machine: the common report of products and attention."""
 
 import dataclasses
+import functools
 
 from ratrain_jax.kernels.gemm_cost import Transfer, times, transfers
 from ratrain_jax.kernels.gemm_plan import plan_for
@@ -51,8 +52,9 @@ class KernelCost:
         return "compute" if busy >= 0.5 * self.seconds else "memory"
 
 
+@functools.lru_cache(maxsize=4096)
 def cost_gemm(gemm: Gemm, machine: Machine, plan: TilePlan | None = None) -> KernelCost:
-    """Returns the cost of a product.
+    """Returns the cost of a product. Repeated calls cost nothing.
 
     Args:
       gemm: The product.

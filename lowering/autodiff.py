@@ -16,7 +16,9 @@ import jax
 from jax.extend import core as jex
 
 from ratrain_jax import compat
+from ratrain_jax.kernels.primitives import KERNELS
 from ratrain_jax.lowering.graph import (
+    Eqn,
     Graph,
     as_function,
     cut,
@@ -93,7 +95,7 @@ def _key(layer: Layer, variables: Sequence[LossVariable]) -> tuple[Any, ...]:
 
 
 def _has_functions(closed: jex.ClosedJaxpr) -> bool:
-    """Whether an equation holds a Python function."""
+    """Whether an equation holds a Python function; the rules of kernels, which their parameters say, do not count."""
 
     def among(param: Any) -> bool:
         if isinstance(param, (jex.Jaxpr, jex.ClosedJaxpr)):
@@ -102,7 +104,20 @@ def _has_functions(closed: jex.ClosedJaxpr) -> bool:
             return any(map(among, param))
         return callable(param) and not isinstance(param, type)
 
-    return any(among(param) for eqn in closed.jaxpr.eqns for param in eqn.params.values())
+    return any(
+        among(param)
+        for eqn in closed.jaxpr.eqns
+        if not _wraps_kernel(eqn)
+        for param in eqn.params.values()
+    )
+
+
+def _wraps_kernel(eqn: Eqn) -> bool:
+    """Whether an equation is the custom rule of a kernel."""
+    inner = (found for _, part in compat.sub_jaxprs(eqn) for found in part.jaxpr.eqns)
+    return eqn.primitive.name in compat.CUSTOM_CALLS and any(
+        found.primitive.name in KERNELS for found in inner
+    )
 
 
 def _renumbered(layer: Layer, twin: Layer, code: LayerCode) -> LayerCode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-RUNNABLE: Final = ("gpipe", "1f1b", "ratrain")
+RUNNABLE: Final = ("ratrain", "1f1b", "gpipe")
 """Schedules that the runtime runs."""
 
 RECOVERIES: Final = ("none", "auto", "forward", "backward")
@@ -60,12 +60,16 @@ class Configuration:
         return self.schedule in RUNNABLE
 
     def in_flight(self, stage: int) -> int:
-        """The most microbatches whose activations a stage holds at once."""
+        """The most microbatches whose activations a stage holds at once; of an interleaved schedule, a chunk on average.
+
+        Args:
+            stage: its number; of an interleaved schedule the chunk's, in the order of the model.
+        """
         if self.schedule == "gpipe":
             return self.microbatches
         if self.schedule == "interleaved":
-            warm_up = 2 * (self.stages - stage - 1) + (self.chunks - 1) * self.stages
-            return min(self.microbatches * self.chunks, warm_up + 1)
+            warm_up = 2 * (self.stages - stage % self.stages - 1) + (self.chunks - 1) * self.stages
+            return -(-min(self.microbatches * self.chunks, warm_up + 1) // self.chunks)
         return min(self.microbatches, self.stages - stage)
 
     def __str__(self) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.cost import aval_bytes
-from ratrain_jax.lowering.op_costs import Work, code_work
 from ratrain_jax.lowering.scratch import scratch_bytes
 from ratrain_jax.lowering.shards import shard_axis
 from ratrain_jax.lowering.units import gradient_dtype
+from ratrain_jax.planning.code_cost import CodeCost, code_cost
 
 KEPT_LAYERS = 3
 """Layers of a scan that are traced: the first, the last, and one between them."""
@@ -52,7 +53,12 @@ def shard_bytes(leaves: tuple[Leaf, ...], devices: int) -> int:
     return sum(leaf.shard_bytes(devices) for leaf in leaves)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def running(numbers: Sequence[float]) -> list:
+    """The sums of all beginnings of some numbers, the empty one first."""
+    return list(itertools.accumulate(numbers, initial=0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerRow:
     """One layer, for one microbatch.
 
@@ -75,8 +81,8 @@ class LayerRow:
 
     name: str
     kind: int
-    forward: Work
-    backward: Work
+    forward: CodeCost
+    backward: CodeCost
     parameters: tuple[Leaf, ...]
     optimizer: tuple[Leaf, ...]
     gradients: tuple[Leaf, ...]
@@ -89,7 +95,7 @@ class LayerRow:
     late: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LayerTable:
     """All layers of a step at one size of microbatch.
 
@@ -105,10 +111,66 @@ class LayerTable:
     cuts: tuple[int, ...]
     operands: tuple[int, ...]
 
+    @functools.cached_property
+    def forward(self) -> list[float]:
+        """Seconds of the forwards of the first layers, for each number of them."""
+        return running([row.forward.seconds for row in self.rows])
+
+    @functools.cached_property
+    def backward(self) -> list[float]:
+        """Seconds of their backwards."""
+        return running([row.backward.seconds for row in self.rows])
+
     @property
     def parameters(self) -> int:
         """Elements of all parameters."""
         return sum(math.prod(leaf.shape) for row in self.rows for leaf in row.parameters)
+
+
+def stretched(small: LayerTable, large: LayerTable, rows: int) -> LayerTable | None:
+    """The layers at another size of microbatch, from those at two sizes; None if that needs a trace of its own.
+
+    Args:
+        small: at one size.
+        large: at another.
+        rows: the size wanted.
+    """
+    if len(small.rows) != len(large.rows):
+        return None
+    times = (rows - small.rows_per_microbatch) / (
+        large.rows_per_microbatch - small.rows_per_microbatch
+    )
+
+    def between(one: int, other: int) -> int:
+        return round(one + times * (other - one))
+
+    known: dict[tuple[int, int], LayerRow] = {}
+    found = []
+    for one, other in zip(small.rows, large.rows, strict=True):
+        if not (
+            one.name == other.name
+            and one.forward.stretches(other.forward)
+            and one.backward.stretches(other.backward)
+        ):
+            return None
+        key = (one.kind, other.kind)
+        if key not in known:
+            known[key] = dataclasses.replace(
+                one,
+                kind=len(known),
+                forward=one.forward.stretched(other.forward, times),
+                backward=one.backward.stretched(other.backward, times),
+                residuals=between(one.residuals, other.residuals),
+                inputs=between(one.inputs, other.inputs),
+                scratch=between(one.scratch, other.scratch),
+            )
+        found.append(dataclasses.replace(known[key], name=one.name))
+    return LayerTable(
+        tuple(found),
+        rows,
+        tuple(map(between, small.cuts, large.cuts)),
+        tuple(map(between, small.operands, large.operands)),
+    )
 
 
 def layer_table(
@@ -184,7 +246,7 @@ class _Counter:
         self.code, self.machine = code, machine
         self._rows: dict[int, LayerRow] = {}
         self._kinds: dict[str, int] = {}
-        self._works: dict[tuple[str, str], tuple[Work, int]] = {}
+        self._works: dict[tuple[str, str], tuple[CodeCost, int]] = {}
 
     def row(self, n: int) -> LayerRow:
         """The row of a traced layer."""
@@ -209,12 +271,12 @@ class _Counter:
             found += array.bytes // self.code.microbatches if split else 0
         return found
 
-    def _work(self, n: int, which: str) -> tuple[Work, int]:
+    def _work(self, n: int, which: str) -> tuple[CodeCost, int]:
         code = self.code.codes[n]
         key = (code.fingerprint, which)
         if key not in self._works:
             program = getattr(code, which)
-            self._works[key] = (code_work(program, self.machine), scratch_bytes(program))
+            self._works[key] = (code_cost(program, self.machine), scratch_bytes(program))
         return self._works[key]
 
     def _count(self, n: int) -> LayerRow:

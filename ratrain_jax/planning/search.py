@@ -1,22 +1,24 @@
 """Finds the fastest configuration of a space that fits.
 
-Configurations are looked at in the order of a bound that costs nothing to find, and the search ends where that bound
-passes the best time so far; the next bound, of the best split, is tried before a step is simulated. Both are
-admissible, so the result is that of simulating everything.
+Whatever has the least bound is looked at next: a configuration that was only bounded as a whole gets its layers split,
+which gives a closer bound; one that has a split is simulated. The search ends where the least bound passes the best time.
+All bounds are admissible, so the result is that of simulating everything.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import math
+import operator
 from collections.abc import Callable, Sequence
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.planning.configuration import RUNNABLE, Configuration
 from ratrain_jax.planning.layer_table import LayerTable
-from ratrain_jax.planning.simulated import costs_of, estimated_step
+from ratrain_jax.planning.simulated import costs_of, estimated_step, interleaved_split
 from ratrain_jax.planning.space import Space
 from ratrain_jax.planning.splits import Shortfall, Split, best_split
-from ratrain_jax.planning.stage_costs import StageCosts
 from ratrain_jax.planning.step_tasks import StepSeconds, step_seconds
 
 
@@ -27,7 +29,7 @@ class Candidate:
     Attributes:
         configuration: which.
         bound: seconds that a step takes at least.
-        split: its layers over stages; None if it does not fit or its bound ruled it out.
+        split: its layers over stages; None if it does not fit or was ruled out before.
         seconds: its simulated step; None if it was not simulated.
         shortfall: why it does not fit; None if it does.
     """
@@ -76,59 +78,93 @@ def search(
         limit: bytes a device.
         exhaustive: whether to simulate all that fits, bounds or not.
     """
-    bounded = [Candidate(c, least_seconds(tables(c.rows), c)) for c in space.configurations()]
-    bounded.sort(key=lambda candidate: candidate.bound)
+    waiting = [
+        (least_seconds(tables(c.rows), c), number, Candidate(c, 0.0))
+        for number, c in enumerate(space.configurations())
+    ]
+    waiting = [(bound, n, dataclasses.replace(c, bound=bound)) for bound, n, c in waiting]
+    heapq.heapify(waiting)
     best: Candidate | None = None
     seen: list[Candidate] = []
-    for candidate in bounded:
-        to_beat = None if best is None or exhaustive else best.seconds
-        if to_beat is not None and candidate.bound > to_beat.step:
+    while waiting:
+        bound, number, candidate = heapq.heappop(waiting)
+        to_beat = math.inf if best is None or exhaustive else _seconds(best)
+        if bound > to_beat:
+            heapq.heappush(waiting, (bound, number, candidate))
             break
         configuration = candidate.configuration
-        found = look_at(configuration, tables(configuration.rows), machine, limit, to_beat)
+        if candidate.split is None:
+            found = with_split(candidate, tables(configuration.rows), machine, limit, to_beat)
+            if found.split is not None:
+                heapq.heappush(waiting, (found.bound, number, found))
+            else:
+                seen.append(found)
+            continue
+        found = simulated(candidate, tables(configuration.rows), machine)
         seen.append(found)
-        if found.seconds is not None and (best is None or _key(found) < _key(best)):
+        if best is None or _key(found) < _key(best):
             best = found
-    return Found(best, tuple(seen), tuple(bounded[len(seen) :]))
+    return Found(best, tuple(seen), tuple(candidate for _, _, candidate in sorted(waiting)))
+
+
+def _seconds(candidate: Candidate) -> float:
+    assert candidate.seconds is not None
+    return candidate.seconds.step
 
 
 def _key(candidate: Candidate) -> tuple[float, int, int]:
     """Less is better: time, then memory, then depth."""
-    assert candidate.seconds is not None
     assert candidate.split is not None
     most = max(stage.memory.total for stage in candidate.split.stages)
-    return (candidate.seconds.step, most, candidate.configuration.stages)
+    return (_seconds(candidate), most, candidate.configuration.stages)
 
 
-def look_at(
-    configuration: Configuration,
+def with_split(
+    candidate: Candidate,
     table: LayerTable,
     machine: Machine,
     limit: int,
-    best: StepSeconds | None = None,
+    to_beat: float = math.inf,
 ) -> Candidate:
-    """Splits, and if need be simulates, one configuration.
+    """A candidate with the best split of its layers and the bound that this gives, or with why none fits.
 
     Args:
-        configuration: which.
+        candidate: a configuration.
         table: the layers at its size of microbatch.
         machine: what the step is to run on.
         limit: bytes a device.
-        best: a step that it must beat to be simulated; None to simulate it anyway.
+        to_beat: seconds; where no split can be faster, the candidate is given back as it was.
     """
-    costs = costs_of(table, configuration, machine)
-    split = best_split(costs, limit)
+    costs = costs_of(table, candidate.configuration, machine)
+    if candidate.configuration.schedule == "interleaved":
+        split = interleaved_split(costs, limit)
+    else:
+        split = best_split(costs, limit, to_beat)
+    if split is None:
+        return candidate
     if isinstance(split, Shortfall):
-        return Candidate(configuration, least_seconds(table, configuration), shortfall=split)
-    if best is not None and split.bound > best.step:
-        return Candidate(configuration, split.bound, split)
-    return Candidate(configuration, split.bound, split, _simulated(costs, split))
+        return dataclasses.replace(candidate, shortfall=split)
+    return dataclasses.replace(candidate, split=split, bound=max(candidate.bound, split.bound))
 
 
-def _simulated(costs: StageCosts, split: Split) -> StepSeconds:
-    if costs.configuration.schedule in RUNNABLE:
-        return step_seconds(costs, split)
-    return StepSeconds(*estimated_step(costs, split.stages))
+def simulated(candidate: Candidate, table: LayerTable, machine: Machine) -> Candidate:
+    """A candidate with its step simulated."""
+    assert candidate.split is not None
+    costs = costs_of(table, candidate.configuration, machine)
+    if candidate.configuration.schedule in RUNNABLE:
+        seconds = step_seconds(costs, candidate.split)
+    else:
+        seconds = StepSeconds(*estimated_step(costs, candidate.split.stages))
+    return dataclasses.replace(candidate, seconds=seconds)
+
+
+def look_at(
+    configuration: Configuration, table: LayerTable, machine: Machine, limit: int
+) -> Candidate:
+    """Splits and simulates one configuration."""
+    bounded = Candidate(configuration, least_seconds(table, configuration))
+    found = with_split(bounded, table, machine, limit)
+    return found if found.split is None else simulated(found, table, machine)
 
 
 def least_seconds(table: LayerTable, configuration: Configuration) -> float:
@@ -137,16 +173,21 @@ def least_seconds(table: LayerTable, configuration: Configuration) -> float:
     Were layers divisible at will, the best pipeline would have all terms m·x(s) + Σ x(before s) equal: x falls by
     1 - 1/m from stage to stage, and with Σ x = X, one microbatch's compute, the step is X / (1 - (1 - 1/m)^P).
     """
-    whole = sum(row.forward.seconds + row.backward.seconds for row in table.rows)
+    whole = table.forward[-1] + table.backward[-1]
     # Recovery is compute of its stage like any other, though it delays no neighbour.
     recovers = configuration.recovery in ("forward", "backward")
-    again = recovers * sum(row.forward.seconds for row in table.rows)
+    again = recovers * table.forward[-1]
     m, stages = configuration.microbatches, configuration.stages
     tensor = configuration.tensor_parallel
     depth = 1 - (1 - 1 / m) ** stages if configuration.fills else stages / m
     even = max(whole / depth, (whole + again) * m / stages) / tensor
-    widest = max(row.forward.seconds + row.backward.seconds for row in table.rows) / tensor
-    return max(even, m * widest)
+    # Some stage has at least its share of the layers, whatever the split.
+    share = -(-len(table.rows) // stages)
+    each = [f + b for f, b in zip(table.forward, table.backward, strict=True)]
+    if configuration.recovery in ("forward", "backward"):
+        each = [seconds + f for seconds, f in zip(each, table.forward, strict=True)]
+    widest = min(map(operator.sub, each[share:], each))
+    return max(even, m * widest / tensor)
 
 
 def ordered(candidates: Sequence[Candidate]) -> list[Candidate]:

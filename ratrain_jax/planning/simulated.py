@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.planning.configuration import RUNNABLE, Configuration
-from ratrain_jax.planning.layer_table import LayerTable
-from ratrain_jax.planning.stage_costs import LayerState, Stage, StageCosts, StageMemory, running
+from ratrain_jax.planning.layer_table import LayerTable, running
+from ratrain_jax.planning.splits import Shortfall, Split, best_split
+from ratrain_jax.planning.stage_costs import LayerState, Stage, StageCosts, StageMemory
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.pipelines import Pipeline, StageSeconds, pipeline_tasks
+
+_NO_LIMIT = 1 << 62
 
 SIMULATED_SCHEDULES = ("interleaved", "zb-h1")
 
@@ -56,9 +60,47 @@ class _ShardedViews(StageCosts):
         found = super().memory(number, first, end, recovered)
         rows = self.table.rows[first:end]
         views = sorted(row.view for row in rows)[-2:]
-        whole = sorted(self.whole[first:end])[-2:]
-        sharded = self.sharded[end] - self.sharded[first]
+        whole = sorted(self.sums.whole[first:end])[-2:]
+        sharded = self.sums.sharded[end] - self.sums.sharded[first]
         return dataclasses.replace(found, view=sum(views), gradients=sharded + sum(whole))
+
+
+def interleaved_split(costs: StageCosts, limit: int) -> Split | Shortfall:
+    """Chunks of an interleaved schedule: as even as can be in time, all of a device recovered or none.
+
+    Args:
+        costs: of the layers.
+        limit: bytes a device, which holds several chunks.
+    """
+    c = costs.configuration
+    row = dataclasses.replace(
+        c, stages=c.stages * c.chunks, chunks=1, schedule="1f1b", recovery="none"
+    )
+    even = best_split(StageCosts(costs.table, row, costs.machine), _NO_LIMIT)
+    if not isinstance(even, Split):
+        raise AssertionError("chunks without a limit can always be cut")
+    runs = [stage.layers for stage in even.stages]
+    least: Shortfall | None = None
+    for everything in {"none": (False,), "auto": (False, True)}.get(c.recovery, (True,)):
+        stages = [
+            costs.stage(place, *run, everything * (run[1] - run[0]))
+            for place, run in enumerate(runs)
+        ]
+        held = [stages[device :: c.stages] for device in range(c.stages)]
+        most = max(range(c.stages), key=lambda device: _held(held[device]))
+        if _held(held[most]) <= limit:
+            seconds = max(sum(stage.seconds for stage in chunks) for chunks in held)
+            return Split(tuple(stages), c.microbatches * seconds)
+        largest = max(held[most], key=lambda stage: stage.memory.total).memory
+        least = Shortfall(_held(held[most]) - limit, most, largest)
+    assert least is not None
+    return least
+
+
+def _held(chunks: Sequence[Stage]) -> int:
+    """Bytes of all chunks of a device, of whose programs one runs at a time."""
+    scratch = [stage.memory.scratch for stage in chunks]
+    return sum(stage.memory.total for stage in chunks) - sum(scratch) + max(scratch)
 
 
 def estimated_step(costs: StageCosts, stages: tuple[Stage, ...]) -> tuple[float, float, int]:

@@ -1,22 +1,28 @@
 """Splits layers over stages: the split of which the pipeline takes least, by a bound that no split of it can beat.
 
-Stage s is busy m · C(s) seconds, its first microbatch arrives after the forwards of all layers before it, and the
+Stage s computes for m · C(s) seconds, its first microbatch arrives after the forwards of all layers before it, and the
 gradient of its last one passes through their backwards:
 
     step ≥ max over s of  m · C(s) + (forward and backward of one microbatch in all layers before s) + transfers
+                          + the tail of stage 0
 
-which depends on a stage's own layers only, so that the least maximum is a shortest path: over (stages so far, layers so
-far), by the largest term on the way.
+and the stage itself needs m · C(s) and then its own tail, and with ZeRO-2 its link m times its synchronisation. That
+depends on a stage's own layers only, so that the least maximum is a shortest path: over (stages so far, layers so far),
+by the largest term on the way.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
+import math
 from collections.abc import Iterator
 
 from ratrain_jax.planning.configuration import Configuration
 from ratrain_jax.planning.stage_costs import Stage, StageCosts, StageMemory, fewest_recovered
+
+_HALVINGS = 8  # of the interval in which a bound that can be reached is looked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,26 +53,32 @@ class Shortfall:
     memory: StageMemory
 
 
-def best_split(costs: StageCosts, limit: int) -> Split | Shortfall:
+def best_split(
+    costs: StageCosts, limit: int, to_beat: float = math.inf
+) -> Split | Shortfall | None:
     """The split of the least bound of those that fit.
 
     Args:
         costs: of the layers, under a configuration.
         limit: bytes a device.
+        to_beat: seconds; splits whose bound is more are of no interest.
 
     Returns:
-        The split, or why there is none.
+        The split, or why there is none; None if something is to be beaten, and no split that fits does.
     """
     search = _Search(costs, limit)
-    path = search.shortest()
-    if path is None:
+    if search.hopeless():
         return search.shortfall()
+    most = min(to_beat, search.reachable(to_beat))
+    path = search.shortest(most)
+    if path is None:
+        return search.shortfall() if to_beat == math.inf else None
     bound, ends = path
     stages = []
     for number, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
         stage = search.stage(number, first, end)
         assert stage is not None
-        stages.append(stage)
+        stages.append(dataclasses.replace(stage, layers=(first, end)))
     return Split(tuple(stages), bound)
 
 
@@ -77,14 +89,28 @@ class _Search:
         self.costs, self.limit = costs, limit
         self.configuration: Configuration = costs.configuration
         self.known: dict[tuple, Stage | None] = {}
+        self.before = [
+            f + b + (f if self.configuration.recovery == "backward" else 0.0)
+            for f, b in zip(costs.forward, costs.backward, strict=True)
+        ]
+
+    def hopeless(self) -> bool:
+        """Whether it is plain that nothing fits: a stage of the share of layers that some stage must have at least."""
+        stages, count = self.configuration.stages, self.costs.count
+        share = -(-count // stages)
+        last = stages - 1  # it holds fewest microbatches
+        runs = ((first, first + share) for first in range(count - share + 1))
+        return not any(self.stage(last, *run) for run in runs)
 
     def stage(self, number: int, first: int, end: int) -> Stage | None:
-        """A run of layers as a stage, recovered as the configuration says; None if it does not fit."""
+        """A run of layers as a stage, recovered as the configuration says; None if it does not fit.
+
+        It may stand for an equal run elsewhere.
+        """
         key = (self.configuration.in_flight(number), *self._signature(first, end))
         if key not in self.known:
             self.known[key] = self._stage(number, first, end)
-        found = self.known[key]
-        return found and dataclasses.replace(found, layers=(first, end))
+        return self.known[key]
 
     def _signature(self, first: int, end: int) -> tuple:
         """What of a run of layers its cost depends on."""
@@ -111,18 +137,60 @@ class _Search:
     def _fits(self, memory: StageMemory) -> bool:
         return memory.total <= self.limit
 
-    def _term(self, number: int, stage: Stage) -> float:
+    def _term(self, number: int, first: int, stage: Stage) -> float:
         """The bound that a stage gives."""
-        first = stage.layers[0] if self.configuration.fills else 0
-        costs = self.costs
-        before = costs.forward[first] + costs.backward[first]
-        if self.configuration.recovery == "backward":
-            before += costs.forward[first]
-        sends = 2 * number * min(costs.sends[:first], default=0.0)  # nothing for the first
-        return self.configuration.microbatches * stage.seconds + before + sends
+        end = first + stage.layers[1] - stage.layers[0]
+        busy = self.configuration.microbatches * stage.seconds
+        synced = self.configuration.microbatches * self._synced(first, end)
+        if not self.configuration.fills:
+            return max(busy, synced)
+        own = self.costs.least_tail(first, end)
+        if not first:
+            return max(busy + own, synced)
+        fill = self.before[first] + 2 * number * self._least_send + self.costs.least_tail(0, 1)
+        return max(busy + max(fill, own), synced)
 
-    def shortest(self) -> tuple[float, tuple[int, ...]] | None:
-        """The least maximum, and where its stages end."""
+    def _synced(self, first: int, end: int) -> float:
+        """Seconds for which a stage's link is busy with each microbatch's gradients."""
+        return (
+            self.costs.syncs[end] - self.costs.syncs[first] if self.configuration.zero == 2 else 0.0
+        )
+
+    @functools.cached_property
+    def _least_send(self) -> float:
+        return min(self.costs.sends, default=0.0)
+
+    def reachable(self, to_beat: float) -> float:
+        """A bound that some split has: of the longest runs under it; found by halving, infinite if none is found."""
+        low = max(
+            self.before[-1] / self.configuration.stages * self.configuration.microbatches, 1e-300
+        )
+        high, best = min(2 * low, to_beat), math.inf
+        for _ in range(_HALVINGS):
+            found = self._greedy(high)
+            if found is not None:
+                best, high = found, (low + found) / 2
+            elif best < math.inf:
+                low, high = high, (high + best) / 2
+            else:
+                low, high = high, 2 * high
+        return best
+
+    def _greedy(self, most: float) -> float | None:
+        """The bound of the split into the longest runs whose terms are at most `most`; None if they do not reach."""
+        stages, count = self.configuration.stages, self.costs.count
+        first, label = 0, 0.0
+        for number in range(stages):
+            longest: tuple[int, float] | None = None
+            for end, term in self._steps(number, first, most):
+                longest = (end, term)
+            if longest is None:
+                return None
+            first, label = longest[0], max(label, longest[1])
+        return label if first == count else None
+
+    def shortest(self, most: float) -> tuple[float, tuple[int, ...]] | None:
+        """The least maximum that is at most `most`, and where its stages end."""
         stages, count = self.configuration.stages, self.costs.count
         if stages > count:
             return None
@@ -136,21 +204,23 @@ class _Search:
             done.add((number, first))
             if number == stages:
                 return label, ends
-            for end, term in self._steps(number, first):
+            for end, term in self._steps(number, first, most):
                 if (number + 1, end) not in done:
                     heapq.heappush(queue, (max(label, term), -(number + 1), end, (*ends, end)))
         return None
 
-    def _steps(self, number: int, first: int) -> Iterator[tuple[int, float]]:
-        """Where a stage that begins at `first` may end, with its term."""
+    def _steps(self, number: int, first: int, most: float) -> Iterator[tuple[int, float]]:
+        """Where a stage that begins at `first` may end, with its term, which is at most `most`."""
         stages, count = self.configuration.stages, self.costs.count
         left = stages - number - 1
-        ends = range(first + 1, count - left + 1) if left else (count,)
-        for end in ends:
+        for end in range(first + 1, count - left + 1) if left else (count,):
             stage = self.stage(number, first, end)
             if stage is None:
                 return  # more layers need more memory
-            yield end, self._term(number, stage)
+            term = self._term(number, first, stage)
+            if term > most:
+                return
+            yield end, term
 
     def shortfall(self) -> Shortfall:
         """The stage that is over the limit in the split that comes closest to it: as even as it can be in bytes."""

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.kernels.collectives import (
@@ -29,7 +28,7 @@ from ratrain_jax.kernels.collectives import (
 )
 from ratrain_jax.lowering.blocks import group_blocks
 from ratrain_jax.planning.configuration import Configuration
-from ratrain_jax.planning.layer_table import LayerRow, LayerTable, shard_bytes
+from ratrain_jax.planning.layer_table import LayerRow, LayerTable, running, shard_bytes
 
 TERMS = (
     "parameters",
@@ -110,6 +109,41 @@ class Stage:
         return self.forward + self.backward + self.recover
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sums:
+    """Bytes of the first layers, for each number of them, on each device of a group."""
+
+    kinds: tuple[int, ...]
+    whole: tuple[int, ...]  # gradients of each layer
+    parameters: list[int]
+    optimizer: list[int]
+    view: list[int]
+    gradients: list[int]
+    sharded: list[int]
+    residuals: list[int]
+    operands: list[int]
+
+
+@functools.lru_cache(maxsize=512)
+def _sums(table: LayerTable, devices: int) -> _Sums:
+    rows = table.rows
+    alone = devices == 1
+    whole = tuple(sum(leaf.bytes for leaf in row.gradients) for row in rows)
+    return _Sums(
+        kinds=tuple(row.kind for row in rows),
+        whole=whole,
+        parameters=running([shard_bytes(row.parameters, devices) for row in rows]),
+        optimizer=running([shard_bytes(row.optimizer, devices) for row in rows]),
+        view=running(
+            [row.view - (row.aliased if alone else 0) + sum(row.borrowed) for row in rows]
+        ),
+        gradients=running(whole),
+        sharded=running([shard_bytes(row.gradients, devices) for row in rows]),
+        residuals=running([row.residuals for row in rows]),
+        operands=running(table.operands),
+    )
+
+
 class StageCosts:
     """Costs runs of layers under one configuration; runs of equal layers once.
 
@@ -121,22 +155,10 @@ class StageCosts:
 
     def __init__(self, table: LayerTable, configuration: Configuration, machine: Machine) -> None:
         self.table, self.configuration, self.machine = table, configuration, machine
-        rows = table.rows
-        self.count = len(rows)
-        self.forward = running([row.forward.seconds for row in rows])
-        self.backward = running([row.backward.seconds for row in rows])
-        devices = configuration.data_parallel
-        self.parameters = running([shard_bytes(row.parameters, devices) for row in rows])
-        self.optimizer = running([shard_bytes(row.optimizer, devices) for row in rows])
-        alone = devices == 1
-        self.view = running([row.view - (row.aliased if alone else 0) for row in rows])
-        self.borrowed = running([sum(row.borrowed) for row in rows])
-        self.whole = [sum(leaf.bytes for leaf in row.gradients) for row in rows]
-        self.gradients = running(self.whole)
-        self.sharded = running([shard_bytes(row.gradients, devices) for row in rows])
-        self.residuals = running([row.residuals for row in rows])
-        self.operands = running(table.operands)
-        self.kinds = [row.kind for row in rows]
+        self.count = len(table.rows)
+        self.forward, self.backward = table.forward, table.backward
+        self.sums = _sums(table, configuration.data_parallel)
+        self.kinds = self.sums.kinds
         self._blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @functools.cached_property
@@ -205,51 +227,83 @@ class StageCosts:
 
     def memory(self, number: int, first: int, end: int, recovered: int) -> StageMemory:
         """Bytes of a run of layers as a stage; see `stage`."""
-        c, flying = self.configuration, self.configuration.in_flight(number)
+        c, sums = self.configuration, self.sums
+        flying = c.in_flight(number)
         split = first + recovered
-        kept = self.residuals[end] - self.residuals[split]
-        once = self.residuals[split] - self.residuals[first]
+        kept = sums.residuals[end] - sums.residuals[split]
+        once = sums.residuals[split] - sums.residuals[first]
         edges = [self.table.cuts[n] for n in (first - 1, end - 1) if 0 <= n < self.count - 1]
         incoming = self.table.cuts[first - 1] if first else 0
+        if recovered:
+            once -= incoming  # it is the checkpoint
         return StageMemory(
-            parameters=self.parameters[end] - self.parameters[first],
-            optimizer=self.optimizer[end] - self.optimizer[first],
-            view=self.view[end] - self.view[first] + self.borrowed[end] - self.borrowed[first],
+            parameters=sums.parameters[end] - sums.parameters[first],
+            optimizer=sums.optimizer[end] - sums.optimizer[first],
+            view=sums.view[end] - sums.view[first],
             gradients=self._gradients(first, end),
             residuals=flying * kept + once,
             checkpoints=flying * incoming if recovered else 0,
             boundaries=2 * sum(edges),
-            operands=c.microbatches * (self.operands[end] - self.operands[first]),
+            operands=c.microbatches * (sums.operands[end] - sums.operands[first]),
             scratch=max(row.scratch for row in self.table.rows[first:end]),
         )
 
     def _gradients(self, first: int, end: int) -> int:
         if self.configuration.zero == 1:
-            return self.gradients[end] - self.gradients[first]
-        sharded = self.sharded[end] - self.sharded[first]
+            return self.sums.gradients[end] - self.sums.gradients[first]
+        sharded = self.sums.sharded[end] - self.sums.sharded[first]
         if self.configuration.data_parallel == 1:
-            return sharded + max(self.whole[first:end])
+            return sharded + max(self.sums.whole[first:end])
         return sharded + self._unsynchronised(first, end)
 
-    def _unsynchronised(self, first: int, end: int) -> int:
-        """Whole gradients of one microbatch that wait for their synchronisation, at most."""
+    def least_tail(self, first: int, end: int) -> float:
+        """Seconds that a stage needs at least from its last backward to its first forward of the next step."""
+        owner = self._next_owner[first]
+        if owner >= end:
+            return 0.0
+        state = self.state[owner]
+        if self.configuration.data_parallel == 1:
+            return state.update
+        syncs = state.sync
         if not self.configuration.layerwise:
-            return self.gradients[end] - self.gradients[first]
+            syncs = self.syncs[end] - self.syncs[first]
+        return syncs + state.update + state.gather
+
+    @functools.cached_property
+    def syncs(self) -> list[float]:
+        """Seconds of the synchronisations of the first layers, for each number of them."""
+        return running([state.sync for state in self.state])
+
+    @functools.cached_property
+    def _next_owner(self) -> list[int]:
+        """For each layer, the first from it on that has parameters."""
+        owners, following = [], self.count
+        for n in reversed(range(self.count)):
+            following = n if self.table.rows[n].parameters else following
+            owners.append(following)
+        return owners[::-1]
+
+    def _unsynchronised(self, first: int, end: int) -> int:
+        """Whole gradients of one microbatch whose synchronisation has not begun, where memory is fullest for them.
+
+        While a backward goes from layer to layer, residuals end as gradients come: what has ended is taken off.
+        """
+        whole, residuals = self.sums.whole, self.sums.residuals
+        if not self.configuration.layerwise:
+            return self.sums.gradients[end] - self.sums.gradients[first]
         now = free = 0.0
-        waiting: list[tuple[float, int]] = []
+        begun: list[tuple[float, int]] = []  # when each synchronisation starts, and its gradients
         most = 0
         for n in reversed(range(first, end)):
+            waiting = sum(count for start, count in begun if start >= now)
+            ended = residuals[end] - residuals[n + 1]
+            most = max(most, waiting + whole[n] - ended)
             now += self.table.rows[n].backward.seconds
-            free = max(free, now) + self.state[n].sync
-            waiting = [(done, count) for done, count in waiting if done > now]
-            waiting.append((free, self.whole[n]))
-            most = max(most, sum(count for _, count in waiting))
-        return most
-
-
-def running(numbers: Sequence[float]) -> list:
-    """The sums of all beginnings of some numbers, the empty one first."""
-    return list(itertools.accumulate(numbers, initial=0))
+            start = max(free, now)
+            begun.append((start, whole[n]))
+            free = start + self.state[n].sync
+        # The next microbatch fills up again while the rest waits.
+        return max(most, sum(count for start, count in begun if start >= now))
 
 
 def fewest_recovered(

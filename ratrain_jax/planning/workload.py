@@ -14,7 +14,7 @@ from ratrain_jax.lowering.lower import compile_code
 from ratrain_jax.lowering.stacks import open_short
 from ratrain_jax.lowering.trace import Trace
 from ratrain_jax.options import Options
-from ratrain_jax.planning.layer_table import KEPT_LAYERS, LayerTable, layer_table
+from ratrain_jax.planning.layer_table import KEPT_LAYERS, LayerTable, layer_table, stretched
 from ratrain_jax.tracing import abstract, microbatch, trace_small, trace_step
 
 
@@ -43,8 +43,16 @@ class Workload:
     def table(self, rows: int) -> LayerTable:
         """The layers at microbatches of `rows` examples, which must divide the global batch."""
         if rows not in self._tables:
-            self._tables[rows] = self._count(rows)
+            self._tables[rows] = self._stretched(rows) or self._count(rows)
         return self._tables[rows]
+
+    def _stretched(self, rows: int) -> LayerTable | None:
+        """From two sizes traced, where that gives what a trace would."""
+        # A microbatch of one example has programs of its own: axes of one element need no transposing.
+        traced = [n for n in self._tables if n > 1]
+        if len(traced) < 2 or rows == 1:
+            return None
+        return stretched(self._tables[traced[0]], self._tables[traced[1]], rows)
 
     def _count(self, rows: int) -> LayerTable:
         options = Options(microbatches=self.global_batch // rows, batch_argnums=self.batch_argnums)
