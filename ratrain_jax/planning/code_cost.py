@@ -81,7 +81,10 @@ def code_cost(closed: jex.ClosedJaxpr, machine: Machine) -> CodeCost:
         rates.append(1e12 / one)
         extra.append(small)
     return CodeCost(
-        *(np.array(column, float) for column in (flops, moved, rates, extra)),
-        machine.streaming_bandwidth,
-        planned,
+        flops=np.array(flops, float),
+        bytes=np.array(moved, float),
+        rates=np.array(rates, float),
+        extra=np.array(extra, float),
+        bandwidth=machine.streaming_bandwidth,
+        planned=planned,
     )
