@@ -26,6 +26,8 @@ class Configuration:
         recovery: `none`, `auto`, `forward` or `backward`.
         chunks: runs of layers a stage, of an interleaved schedule.
         window: layers whose state tasks may be in flight on a stage.
+        layerwise_state: whether each layer is synchronised behind its last gradient; as the schedule says unless given.
+        update_prefetch: whether updates and gathers follow each synchronisation; likewise.
     """
 
     stages: int
@@ -37,7 +39,9 @@ class Configuration:
     zero: int = 1
     recovery: str = "auto"
     chunks: int = 1
-    window: int = 2
+    window: int = 8
+    layerwise_state: bool | None = None
+    update_prefetch: bool | None = None
 
     @property
     def devices(self) -> int:
@@ -51,8 +55,15 @@ class Configuration:
 
     @property
     def layerwise(self) -> bool:
-        """Whether state work goes layer by layer, behind each layer's last gradient."""
-        return self.schedule not in ("gpipe", "1f1b")
+        """Whether each layer is synchronised behind its last gradient."""
+        given = self.layerwise_state
+        return self.schedule not in ("gpipe", "1f1b") if given is None else given
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether each layer is updated and gathered behind its synchronisation."""
+        given = self.update_prefetch
+        return self.schedule not in ("gpipe", "1f1b") if given is None else given
 
     @property
     def fills(self) -> bool:

@@ -152,6 +152,8 @@ class Plan:
             schedule=c.schedule,
             zero=c.zero,
             recovery=c.recovery,
+            layerwise_state=c.layerwise_state if c.layerwise_state is not None else True,
+            update_prefetch=c.update_prefetch if c.update_prefetch is not None else True,
             window=Window(layers=c.window),
             memory_limit=tuple(self.limit - stage.memory.scratch for stage in self.stages),
             boundaries=tuple(stage.first for stage in self.stages[1:]),

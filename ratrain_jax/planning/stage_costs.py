@@ -265,7 +265,7 @@ class StageCosts:
         if self.configuration.data_parallel == 1:
             return state.update
         syncs = state.sync
-        if not self.configuration.layerwise:
+        if not (self.configuration.layerwise or self.configuration.prefetches):
             syncs = self.syncs[end] - self.syncs[first]
         return syncs + state.update + state.gather
 

@@ -48,10 +48,12 @@ def step_seconds(costs: StageCosts, split: Split) -> StepSeconds:
     built.compute()
     built.finish()
     tasks = built.tasks
-    # A link serves first what would be ready first, were there nothing else.
-    tasks.rank = run(tasks).rank
-    for number, holds in built.holds.items():
-        tasks.hold(number, holds)
+    # State work takes a link in the order in which it would be ready were links free; transfers between stages go before
+    # what is not under way when they are ready.
+    for holds in (built.collectives, built.transfers):
+        tasks.rank = run(tasks).rank
+        for number, ports in holds.items():
+            tasks.hold(number, ports)
     found = run(tasks, costs.machine)
     lasts = [found.start[again] - found.start[first] for first, again in built.entered]
     longest = max(lasts)
@@ -69,7 +71,8 @@ class _Step:
     def __init__(self, costs: StageCosts, split: Split) -> None:
         self.costs, self.split, self.c = costs, split, costs.configuration
         self.tasks = Tasks()
-        self.holds: dict[int, list[Hold]] = {}
+        self.collectives: dict[int, list[Hold]] = {}
+        self.transfers: dict[int, list[Hold]] = {}
         self.arrived: dict[tuple[str, int, int], int] = {}
         self.backwards: list[list[int]] = [[] for _ in split.stages]
         self.syncs: dict[int, int] = {}
@@ -79,7 +82,7 @@ class _Step:
 
     def compute(self) -> None:
         """Forwards and backwards of all stages, neighbours' halves first."""
-        if not self.c.layerwise:
+        if not self.c.prefetches:
             for number in range(self.c.stages):
                 self.gathered.update(self._gathers(number, dict.fromkeys(self._layers(number))))
         slots = compute_order(self.c.schedule, self.c.stages, self.c.microbatches)
@@ -104,13 +107,15 @@ class _Step:
     def _compute(self, s: int, seconds: float, after: list[int]) -> int:
         return self.tasks.add(seconds, [(s, Port.COMPUTE)], after)
 
-    def _link(self, seconds: float, after: list[int], holds: list[Hold]) -> int:
+    def _transfer(self, seconds: float, after: list[int], source: int, target: int) -> int:
         number = self.tasks.add(seconds, after=after)
-        self.holds[number] = holds
+        self.transfers[number] = [(source, Port.SEND), (target, Port.RECEIVE)]
         return number
 
-    def _both(self, s: int) -> list[Hold]:
-        return [(s, Port.SEND), (s, Port.RECEIVE)]
+    def _collective(self, seconds: float, after: list[int], s: int) -> int:
+        number = self.tasks.add(seconds, after=after)
+        self.collectives[number] = [(s, Port.SEND), (s, Port.RECEIVE)]
+        return number
 
     def _came(self, kind: str, s: int, i: int) -> list[int]:
         return [self.arrived[kind, s, i]] if (kind, s, i) in self.arrived else []
@@ -118,8 +123,7 @@ class _Step:
     def _send(self, kind: str, s: int, to: int, i: int, after: int) -> None:
         if 0 <= to < self.c.stages:
             cut = self.split.stages[min(s, to)].layers[1] - 1
-            holds = [(s, Port.SEND), (to, Port.RECEIVE)]
-            self.arrived[kind, to, i] = self._link(self.costs.sends[cut], [after], holds)
+            self.arrived[kind, to, i] = self._transfer(self.costs.sends[cut], [after], s, to)
 
     def _forward(self, s: int, i: int) -> None:
         came = self._came("F", s, i)
@@ -166,7 +170,7 @@ class _Step:
 
     def _sync(self, s: int, layers: list[tuple[int, int]]) -> None:
         for n, after in layers:
-            self.syncs[n] = self._link(self.costs.state[n].sync, [after], self._both(s))
+            self.syncs[n] = self._collective(self.costs.state[n].sync, [after], s)
 
     def finish(self) -> None:
         """Updates, gathers, and each stage's first forward of the next step."""
@@ -177,8 +181,7 @@ class _Step:
             came = [again[s - 1]] if s else []
             if s:
                 cut = self.split.stages[s - 1].layers[1] - 1
-                holds = [(s - 1, Port.SEND), (s, Port.RECEIVE)]
-                came = [self._link(self.costs.sends[cut], came, holds)]
+                came = [self._transfer(self.costs.sends[cut], came, s - 1, s)]
             first = self._compute(s, self.split.stages[s].forward, came + self._views(s, gathered))
             again[s] = first
             self.entered.append((self.first_forward[s], first))
@@ -197,15 +200,17 @@ class _Step:
         owners = [n for n in reversed(self._layers(s)) if self.costs.table.rows[n].parameters]
         all_synced = [self.syncs[n] for n in owners if n in self.syncs]
         updates: dict[int, int] = {}
-        order = sorted(owners) if reduced and self.c.layerwise else owners
+        # With room for all chains the layers that the next step wants first go first.
+        roomy = len(owners) <= self.c.window
+        order = sorted(owners) if self.c.prefetches and (reduced or roomy) else owners
         gathered: dict[int, int] = {}
         for n in order:
             own = [self.syncs[n]] if n in self.syncs else [self.backwards[s][-1]]
-            after = own if self.c.layerwise else all_synced or own
+            after = own if self.c.prefetches else all_synced or own
             updates[n] = self._compute(s, self.costs.state[n].update, [*after, *reduced])
-            if self.c.layerwise:
+            if self.c.prefetches:
                 gathered.update(self._gathers(s, {n: updates[n]}))
-        if self.c.layerwise:
+        if self.c.prefetches:
             self._keep_window(order, gathered, bool(reduced), updates)
             return gathered
         return self._gathers(s, {n: updates[n] for n in sorted(owners)})
@@ -214,7 +219,7 @@ class _Step:
         if self.c.data_parallel == 1:
             return {n: task for n, task in after.items() if task is not None}
         return {
-            n: self._link(self.costs.state[n].gather, [] if task is None else [task], self._both(s))
+            n: self._collective(self.costs.state[n].gather, [] if task is None else [task], s)
             for n, task in after.items()
             if self.costs.table.rows[n].view
         }

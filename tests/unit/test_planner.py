@@ -206,6 +206,7 @@ def program_of(configuration, split, machine):
         schedule=c.schedule,
         zero=c.zero,
         recovery=c.recovery,
+        window=rt.Window(layers=c.window),
     )(lm.step)
     count = c.rows * c.microbatches * c.data_parallel
     trace, _ = trace_step(lm.step, (lm.abstract_state(), lm.abstract_batch(count)), step.options)
@@ -245,6 +246,26 @@ def test_predictions_are_those_of_the_program(
         # With ZeRO-2 a layer's whole gradient may be counted though it is synchronised just in time.
         over = 1.03 if zero == 1 else 1.1
         assert 0.98 * peak <= stage.memory.total - stage.memory.scratch <= over * peak
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_each_mechanism_is_a_switch(zero):
+    base = Configuration(
+        stages=2, data_parallel=4, rows=2, microbatches=3, zero=zero, recovery="none"
+    )
+    machine = slow_links(2e9)
+
+    split = best_split(StageCosts(work().table(2), base, machine), 10**12)
+
+    def step(**change):
+        changed = dataclasses.replace(base, **change)
+        return step_seconds(StageCosts(work().table(2), changed, machine), split)
+
+    full, late = step(), step(layerwise_state=False)
+    neither = step(layerwise_state=False, update_prefetch=False)
+    assert full.step < min(late.step, neither.step)
+    assert neither == step(schedule="1f1b")
+    assert step(window=1).tail > full.tail
 
 
 def planned(**options):
