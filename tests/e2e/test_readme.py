@@ -14,7 +14,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_the_code_of_the_readme_runs(capsys):
-    step, masked = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    step, masked, planned = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     model = GPT(width=8, layers=2)
     case = linen_case("gpt", model, inputs=("inputs",), loss=loss, make_batch=make_batch)
     state, batch = case.make_state(OPTIMIZERS["adamw"]()), make_batch(0, 16)
@@ -31,3 +31,5 @@ def test_the_code_of_the_readme_runs(capsys):
         "batch": {**batch, "mask": mask},
     }
     exec(masked, {**names, **more})
+    exec(planned, {**names, "batch": batch})
+    assert "why not" in capsys.readouterr().out
