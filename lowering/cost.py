@@ -71,30 +71,49 @@ def equation_costs(eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> list[Cost]:
     Returns:
         One cost an equation. They add up to the cost of the whole.
     """
-    stored = _stored(eqns, outvars)
+    moved = bytes_moved(eqns, outvars, lambda eqn, var: aval_bytes(var.aval))
+    return [Cost(_flops(eqn), int(count)) for eqn, count in zip(eqns, moved, strict=True)]
+
+
+def bytes_moved(
+    eqns: Sequence[Eqn], outvars: Sequence[Atom], size: Callable[[Eqn, Var], float]
+) -> list[float]:
+    """The bytes that each of some equations that are compiled together reads and writes.
+
+    Args:
+        eqns: the equations, in order.
+        outvars: what of their results is stored in the end.
+        size: the bytes of a value that an equation reads or writes; an equation that holds code which does not fuse
+            (`holds_code`) is not asked, but counted whole.
+    """
+    stored = stored_variables(eqns, outvars)
     streamed: set[Var] = set()  # stored values that an elementwise equation has read already
-    costs = []
+    counts: list[float] = []
     for eqn in eqns:
-        if _has_inner(eqn) and not _fuses(eqn):
-            costs.append(_inner_cost(eqn))
+        if holds_code(eqn):
+            counts.append(_inner_cost(eqn).bytes)
             continue
         reads = {atom for atom in eqn.invars if is_var(atom) and atom in stored}
         if eqn.primitive.name in _PARTIAL:
-            moved = sum(_bytes_picked(eqn, var) for var in reads)
+            moved = sum(_bytes_picked(eqn, var, size) for var in reads)
         elif _fuses(eqn):
-            moved = sum(aval_bytes(var.aval) for var in reads - streamed)
+            moved = sum(size(eqn, var) for var in reads - streamed)
             streamed |= reads
         else:
-            moved = sum(aval_bytes(var.aval) for var in reads)
-        moved += sum(aval_bytes(var.aval) for var in eqn.outvars if var in stored)
-        costs.append(Cost(_flops(eqn), moved))
-    return costs
+            moved = sum(size(eqn, var) for var in reads)
+        counts.append(moved + sum(size(eqn, var) for var in eqn.outvars if var in stored))
+    return counts
 
 
-def _bytes_picked(eqn: Eqn, var: Var) -> int:
+def holds_code(eqn: Eqn) -> bool:
+    """Whether an equation runs code that does not fuse with the equations around it."""
+    return _has_inner(eqn) and not _fuses(eqn)
+
+
+def _bytes_picked(eqn: Eqn, var: Var, size: Callable[[Eqn, Var], float]) -> float:
     """Bytes that an equation that picks some elements of its first input reads of one input."""
-    whole = aval_bytes(var.aval)
-    return min(whole, aval_bytes(eqn.outvars[0].aval)) if var is eqn.invars[0] else whole
+    whole = size(eqn, var)
+    return min(whole, size(eqn, eqn.outvars[0])) if var is eqn.invars[0] else whole
 
 
 def jaxpr_cost(closed: jex.ClosedJaxpr) -> Cost:
@@ -151,7 +170,7 @@ def aval_size(aval: Any) -> int:
     return math.prod(getattr(aval, "shape", ()))
 
 
-def _stored(eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> set[Var]:
+def stored_variables(eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> set[Var]:
     """Variables that stand in memory: inputs, results, and whatever is not fused away."""
     made = {var for eqn in eqns if _fuses(eqn) for var in eqn.outvars}
     stored = {atom for atom in outvars if is_var(atom)}

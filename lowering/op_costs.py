@@ -26,6 +26,7 @@ from ratrain_jax.kernels.primitives import call_cost
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.cost import equation_costs, jaxpr_cost
 from ratrain_jax.lowering.durations import Durations
+from ratrain_jax.lowering.graph import Eqn
 from ratrain_jax.lowering.products import compute_dtype, product_count
 from ratrain_jax.lowering.program import (
     Backward,
@@ -183,36 +184,48 @@ def code_work(closed: jex.ClosedJaxpr, machine: Machine) -> Work:
         closed: a program without calls.
         machine: what it is to run on.
     """
-    total = Work()
     costs = equation_costs(closed.jaxpr.eqns, closed.jaxpr.outvars)
-    for eqn, cost in zip(closed.jaxpr.eqns, costs, strict=True):
-        planned = call_cost(eqn, machine) if machine.accelerator is not None else None
-        if planned is not None:
-            moved = planned.ddr_bytes
-            total += Work(
-                flops=planned.flops,
-                product_flops=planned.flops,
-                ddr_bytes=moved,
-                seconds=planned.seconds,
-                product_seconds=planned.seconds,
-                ideal_seconds=planned.flops / planned.peak,
-                compute_seconds=planned.compute_seconds + planned.start_seconds,
-                ddr_seconds=moved / machine.ddr_bandwidth,
-            )
-            continue
-        dtype, products = compute_dtype(eqn), product_count(eqn)
-        seconds = machine.roofline_seconds(cost.flops, cost.bytes, dtype, products=products)
-        total += Work(
-            flops=cost.flops,
-            product_flops=cost.flops if products else 0,
-            ddr_bytes=cost.bytes,
-            seconds=seconds,
-            product_seconds=seconds if products else 0.0,
-            ideal_seconds=cost.flops / machine.peak(dtype) if products else 0.0,
-            compute_seconds=machine.compute_seconds(cost.flops, dtype, products=products),
-            ddr_seconds=cost.bytes / machine.streaming_bandwidth,
+    pairs = zip(closed.jaxpr.eqns, costs, strict=True)
+    return sum((equation_work(eqn, cost.flops, cost.bytes, machine) for eqn, cost in pairs), Work())
+
+
+def equation_work(
+    eqn: Eqn, flops: float, moved: float, machine: Machine, *, share: float = 1.0
+) -> Work:
+    """What one equation costs among others.
+
+    Args:
+        eqn: the equation.
+        flops: its operations.
+        moved: the bytes that it reads and writes.
+        machine: what it is to run on.
+        share: what part of the equation the device computes; `flops` and `moved` are of that part already, but a kernel
+            is planned whole.
+    """
+    planned = call_cost(eqn, machine) if machine.accelerator is not None else None
+    if planned is not None:
+        return Work(
+            flops=share * planned.flops,
+            product_flops=share * planned.flops,
+            ddr_bytes=share * planned.ddr_bytes,
+            seconds=share * planned.seconds,
+            product_seconds=share * planned.seconds,
+            ideal_seconds=share * planned.flops / planned.peak,
+            compute_seconds=share * (planned.compute_seconds + planned.start_seconds),
+            ddr_seconds=share * planned.ddr_bytes / machine.ddr_bandwidth,
         )
-    return total
+    dtype, products = compute_dtype(eqn), product_count(eqn)
+    seconds = machine.roofline_seconds(flops, moved, dtype, products=products)
+    return Work(
+        flops=flops,
+        product_flops=flops if products else 0,
+        ddr_bytes=moved,
+        seconds=seconds,
+        product_seconds=seconds if products else 0.0,
+        ideal_seconds=flops / machine.peak(dtype) if products else 0.0,
+        compute_seconds=machine.compute_seconds(flops, dtype, products=products),
+        ddr_seconds=moved / machine.streaming_bandwidth,
+    )
 
 
 class OpCoster:

@@ -39,7 +39,7 @@ def product_count(eqn: Eqn) -> int:
         >>> [product_count(eqn) for eqn in jaxpr.eqns]
         [3]
     """
-    if _is_product(eqn):
+    if is_product(eqn):
         return 1
     parts = [sum(map(product_count, closed.jaxpr.eqns)) for _, closed in compat.sub_jaxprs(eqn)]
     return _CONTROL.get(eqn.primitive.name, _sequence)(eqn, parts)
@@ -56,13 +56,14 @@ def kernel_of(eqn: Eqn) -> Eqn | None:
 
 
 def _first_product(eqn: Eqn) -> Eqn | None:
-    if _is_product(eqn):
+    if is_product(eqn):
         return eqn
     inner = (found for _, closed in compat.sub_jaxprs(eqn) for found in closed.jaxpr.eqns)
     return next((dot for dot in map(_first_product, inner) if dot is not None), None)
 
 
-def _is_product(eqn: Eqn) -> bool:
+def is_product(eqn: Eqn) -> bool:
+    """Whether an equation itself is a product; one that only holds some is not."""
     return eqn.primitive.name in KERNELS or eqn.primitive.name in _PRODUCTS
 
 

@@ -132,9 +132,9 @@ class Lowered:
             True
         """
         from ratrain_jax.runtime.compiled import Compiled
-        from ratrain_jax.runtime.progress import compiling
+        from ratrain_jax.runtime.progress import reporting
 
-        with compiling(progress) as report:
+        with reporting(progress, "compiling") as report:
             return Compiled(self, compiler_options or {}, report)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for programs of any content, right or wrong, that the forms must carry."""
+"""Hypothesis strategies: programs of any content, right or wrong, that the forms must carry, and tasks to simulate."""
 
 import dataclasses
 import typing
@@ -18,6 +18,7 @@ from ratrain_jax.lowering.program import (
     Value,
     Variable,
 )
+from ratrain_jax.simulation.tasks import Port, Tasks
 
 _counts = st.integers(-1, 1 << 70)
 _small = st.integers(-1, 40)
@@ -91,3 +92,17 @@ programs = st.builds(
 )
 
 __all__ = ["Op", "ops", "programs", "records"]
+
+
+@st.composite
+def task_graphs(draw):
+    """Tasks of the simulator's engine that hold ports of a few devices and wait for earlier ones."""
+    tasks = Tasks()
+    for number in range(draw(st.integers(1, 30))):
+        earlier = st.integers(0, number - 1) if number else st.nothing()
+        few = st.lists(earlier, max_size=3, unique=True) if number else st.just([])
+        devices = draw(st.lists(st.integers(0, 3), max_size=2, unique=True))
+        holds = [(device, draw(st.sampled_from(Port))) for device in devices]
+        seconds = draw(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.25]))
+        tasks.add(seconds, holds, draw(few), draw(few)[:1])
+    return tasks

@@ -14,10 +14,8 @@ import jax
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.memory import memory_analysis
-from ratrain_jax.lowering.program import Free, Program
 from ratrain_jax.runtime.groups import Group
-from ratrain_jax.runtime.instructions import Bundle, Plan
-from ratrain_jax.runtime.merge import launch_order
+from ratrain_jax.runtime.serial import Serial
 
 Buffers = set[tuple[int, int, int]]
 """Device, address and bytes of each."""
@@ -66,39 +64,22 @@ class MemoryCensus:
         return "\n".join(lines)
 
 
-def take_census(
-    program: Program,
-    groups: Sequence[Group],
-    plan: Plan,
-    table: dict[int, Bundle],
-) -> MemoryCensus:
-    """Runs a program op by op and counts.
+def take_census(step: Serial) -> MemoryCensus:
+    """Runs a step op by op and counts.
 
     Args:
-        program: a verified program.
-        groups: the devices of each stage.
-        plan: its instructions.
-        table: the program's inputs; afterwards its outputs.
+        step: a step that has not begun.
     """
-    jax.block_until_ready(table)
-    others = _buffers(groups, jax.live_arrays()) - _buffers(groups, jax.tree.leaves(table))
+    groups = step.groups
+    jax.block_until_ready(step.table)
+    others = _buffers(groups, jax.live_arrays()) - _buffers(groups, jax.tree.leaves(step.table))
     counted: list[list[int]] = [[] for _ in groups]
-    execute = {id(each.op): each.execute for thread in plan.threads for each in thread}
-    for op in launch_order(program):
-        if isinstance(op, Free):
-            table.pop(op.reads[0])
-        else:
-            made = execute[id(op)]([table[value] for value in (*op.reads, *op.waits)])
-            jax.block_until_ready(made)
-            table.update(zip(op.writes, made, strict=True))
-            for value in op.donates:
-                table.pop(value, None)
-            del made
+    for op, _ in step.run():
         alive = _buffers(groups, jax.live_arrays()) - others
         for stage in op.stages:
             device = groups[stage].devices[0].id
             counted[stage].append(sum(size for where, _, size in alive if where == device))
-    series = memory_analysis(program).stages
+    series = memory_analysis(step.program).stages
     return MemoryCensus(
         tuple(
             StageCensus(stage.series.total_after, tuple(found))

@@ -23,6 +23,7 @@ from ratrain_jax.runtime.host import keep_freed_memory
 from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
 from ratrain_jax.runtime.launches import settle
 from ratrain_jax.runtime.measured import MeasuredRun, Watcher, marks
+from ratrain_jax.runtime.serial import Serial
 from ratrain_jax.runtime.stacks import Stacks
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
 from ratrain_jax.stacked_leaf import is_stacked_leaf
@@ -51,6 +52,7 @@ class Compiled:
     ) -> None:
         options = lowered.options
         self.lowered = lowered
+        self._compiler_options = compiler_options
         self._code, self._program = lowered.code, lowered.program
         keep_freed_memory()
         self._groups = make_groups(
@@ -141,12 +143,28 @@ class Compiled:
         Returns:
             What the step returns, and the count beside the prediction.
         """
+        step = self.serial(*args)
+        census = take_census(step)
+        return self._leave((step.table, step.table)), census
+
+    def serial(self, *args: Any) -> Serial:
+        """A step to be run op by op.
+
+        Args:
+            *args: as for a call; what a call would use up is used up.
+        """
         compute, link = self._enter(args)
-        table = {**compute, **link}
-        del compute, link
         settle(self._groups)
-        census = take_census(self._program, self._groups, self._plan, table)
-        return self._leave((table, table)), census
+        return Serial(self._program, self._groups, self._plan, {**compute, **link})
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """Its devices, stage by stage, in rank order."""
+        return tuple(device for group in self._groups for device in group.devices)
+
+    def twin(self) -> Compiled:
+        """The same step, with the very executables, that has handed out no arrays: it uses up none that others hold."""
+        return Compiled(self.lowered, self._compiler_options, lambda done, total: None)
 
     def __repr__(self) -> str:
         return f"<Compiled {self.lowered!r}, {self.executables} executables>"

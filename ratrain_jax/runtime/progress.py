@@ -1,4 +1,4 @@
-"""Shows how far compiling is."""
+"""Shows how far something long is."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 Report = Callable[[int, int], None]
-"""Takes how many executables are compiled, and how many there are."""
+"""Takes how many are done, and of how many."""
 
 
 @contextlib.contextmanager
-def compiling(progress: bool | Report | None) -> Iterator[Report]:
-    """What is told of each executable that is compiled.
+def reporting(progress: bool | Report | None, what: str) -> Iterator[Report]:
+    """What is told of each thing that is done.
 
     Args:
         progress: a function; True for a bar on standard error; False for nothing; None for a bar if standard error is a
             terminal.
+        what: the word before the bar.
     """
     if callable(progress):
         yield progress
@@ -29,11 +30,11 @@ def compiling(progress: bool | Report | None) -> Iterator[Report]:
         return
     columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
-        TextColumn("compiling"),
+        TextColumn(what),
         *columns,
         console=console,
         transient=console.is_terminal,
         expand=True,
     ) as bar:
-        task = bar.add_task("compiling", total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ratrain_jax.errors import SimulationError
 from ratrain_jax.kernels import Machine, load_machine
@@ -13,8 +14,12 @@ from ratrain_jax.lowering.op_costs import OpCoster
 from ratrain_jax.lowering.program import Op, Program
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.program_tasks import program_tasks
+from ratrain_jax.simulation.sharing import run_shared
 from ratrain_jax.simulation.timeline import Timeline
 from ratrain_jax.simulation.waiting import CycleError
+
+if TYPE_CHECKING:
+    from ratrain_jax.profiling.profile import Profile
 
 
 def simulate(
@@ -22,6 +27,7 @@ def simulate(
     machine: str | Machine,
     *,
     seconds: Callable[[Op], float] | None = None,
+    profile: Profile | None = None,
 ) -> Timeline:
     """Simulates a step on a machine: when each op runs, and where the time goes.
 
@@ -34,6 +40,9 @@ def simulate(
         program: a lowered step, or its program, whose code must have been lowered in this process.
         machine: a `ratrain_jax.kernels.Machine`, the name of a built-in one, or the path of its file.
         seconds: how long each op takes by itself; costed for the machine (see `Lowered.cost_analysis`) unless given.
+        profile: what ops were measured to take, from `ratrain_jax.profile`. Its seconds replace the machine's, and ops slow
+            each other down as it says, across stages too, where their devices share a host's cores; then the
+            machine's own slowdowns are not heeded.
 
     Returns:
         The timeline.
@@ -57,6 +66,8 @@ def simulate(
     lowered = program if isinstance(program, Lowered) else None
     simulated = lowered.program if lowered is not None else program
     assert isinstance(simulated, Program)
+    if seconds is None and profile is not None:
+        seconds = profile.seconds(program, found)
     if seconds is None:
         code = lowered.code if lowered is not None else known_code(simulated.fingerprint)
         if code is None:
@@ -67,7 +78,14 @@ def simulate(
         seconds = OpCoster(code, simulated, found).seconds
     made = program_tasks(simulated, seconds)
     try:
-        return Timeline(simulated, found, made, run(made.tasks, found))
+        if profile is None:
+            ran = run(made.tasks, found)
+        else:
+            # The threads that launch run ahead, and so keep no op waiting, but they use cores.
+            for launching in profile.launches(simulated):
+                made.tasks.add(launching)
+            ran = run_shared(made.tasks, profile.pace(simulated.settings.data_parallel))
+        return Timeline(simulated, found, made, ran)
     except CycleError as error:
         waits = " -> ".join(
             f"stage {made.ops[n].stage} {op_label(made.ops[n])}" for n in error.cycle

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from benchmarks.published_bubbles import rows
 from ratrain_jax.errors import OptionError
@@ -16,25 +15,13 @@ from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.pipelines import Pipeline, StageSeconds, pipeline_tasks, slots
 from ratrain_jax.simulation.tasks import Port, Tasks
 from ratrain_jax.simulation.waiting import CycleError
+from tests.strategies import task_graphs
 
 GENERIC = load_machine("generic")
 
 
 def with_overlaps(*overlaps):
     return dataclasses.replace(GENERIC, overlaps=overlaps)
-
-
-@st.composite
-def graphs(draw):
-    tasks = Tasks()
-    for number in range(draw(st.integers(1, 30))):
-        earlier = st.integers(0, number - 1) if number else st.nothing()
-        few = st.lists(earlier, max_size=3, unique=True) if number else st.just([])
-        devices = draw(st.lists(st.integers(0, 3), max_size=2, unique=True))
-        holds = [(device, draw(st.sampled_from(Port))) for device in devices]
-        seconds = draw(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.25]))
-        tasks.add(seconds, holds, draw(few), draw(few)[:1])
-    return tasks
 
 
 def slow_reference(tasks):
@@ -57,7 +44,7 @@ def slow_reference(tasks):
     return start
 
 
-@given(graphs())
+@given(task_graphs())
 @settings(max_examples=100, deadline=None)
 def test_tasks_start_when_the_last_of_what_they_wait_for_is_over(tasks):
     found = run(tasks)
@@ -65,7 +52,7 @@ def test_tasks_start_when_the_last_of_what_they_wait_for_is_over(tasks):
     np.testing.assert_array_equal(found.end, found.start + np.array(tasks.seconds))
 
 
-@given(graphs())
+@given(task_graphs())
 @settings(max_examples=100, deadline=None)
 def test_stepping_from_event_to_event_gives_the_same_where_nothing_disturbs(tasks):
     one, other = run(tasks, GENERIC), run_contended(tasks, GENERIC)

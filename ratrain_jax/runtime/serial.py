@@ -1,0 +1,75 @@
+"""Runs a step one op at a time, each waited for: to count what is alive after it, or to time it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from ratrain_jax.lowering.program import Free, Op, Program
+from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.instructions import Bundle, Execute, Plan
+from ratrain_jax.runtime.merge import launch_order
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """What one op took.
+
+    Attributes:
+        launch: seconds until the call that launched it returned.
+        total: seconds until all that it makes was there.
+    """
+
+    launch: float = 0.0
+    total: float = 0.0
+
+
+class Serial:
+    """One step, to be run op by op.
+
+    Args:
+        program: a verified program.
+        groups: the devices of each stage.
+        plan: its instructions.
+        table: the program's inputs; afterwards its outputs.
+
+    Attributes:
+        program: the program.
+        groups: the devices of each stage.
+        table: the values that are alive.
+    """
+
+    def __init__(
+        self, program: Program, groups: Sequence[Group], plan: Plan, table: dict[int, Bundle]
+    ) -> None:
+        self.program, self.groups, self.table = program, groups, table
+        self._execute = {id(each.op): each.execute for thread in plan.threads for each in thread}
+
+    def run(self) -> Iterator[tuple[Op, Taken]]:
+        """Runs the ops in launch order, and gives each once it has ended, with what it took."""
+        jax.block_until_ready(self.table)
+        for op in launch_order(self.program):
+            if isinstance(op, Free):
+                self.table.pop(op.reads[0])
+                yield op, Taken()
+            else:
+                yield op, self._run(op)
+
+    def _run(self, op: Op) -> Taken:
+        execute, bundles = self.call(op)
+        start = time.perf_counter()
+        made = execute(bundles)
+        launched = time.perf_counter()
+        jax.block_until_ready(made)
+        taken = Taken(launched - start, time.perf_counter() - start)
+        self.table.update(zip(op.writes, made, strict=True))
+        for value in op.donates:
+            self.table.pop(value, None)
+        return taken
+
+    def call(self, op: Op) -> tuple[Execute, list[Bundle]]:
+        """What an op runs, and on what; its values must be alive."""
+        return self._execute[id(op)], [self.table[value] for value in (*op.reads, *op.waits)]
