@@ -167,9 +167,6 @@ def _profile(step: Compiled, found: Sequence[_Repetition]) -> Profile:
 def measured(key: Key, samples: Sequence[Taken], wait: float) -> Measured:
     """What ops of a key took.
 
-    An op that runs on after its launch has returned takes the time from then on. Any other takes all of it: it ran, or what
-    little there is of it, in the launching thread.
-
     Args:
         key: the key.
         samples: what each took.
@@ -179,9 +176,7 @@ def measured(key: Key, samples: Sequence[Taken], wait: float) -> Measured:
         >>> measured(Key("Metrics", "8", 1), [Taken(1.0, 4.0), Taken(1.0, 6.0), Taken(1.0, 5.0)], 0.5)
         Measured(kind='Metrics', code='8', devices=1, seconds=3.5, count=3, spread=1.0, launch=1.0)
     """
-    launch = statistics.median(taken.launch for taken in samples)
-    behind = launch < statistics.median(taken.total for taken in samples) / 2
-    seconds = [taken.total - taken.launch if behind else taken.total for taken in samples]
+    seconds = [taken.behind for taken in samples]
     ends = statistics.quantiles(seconds, method="inclusive") if len(samples) > 1 else seconds * 3
     return Measured(
         key.kind,
@@ -190,5 +185,5 @@ def measured(key: Key, samples: Sequence[Taken], wait: float) -> Measured:
         seconds=max(statistics.median(seconds) - wait, 0.0),
         count=len(samples),
         spread=ends[2] - ends[0],
-        launch=launch if behind else 0.0,
+        launch=statistics.median(taken.hidden for taken in samples),
     )

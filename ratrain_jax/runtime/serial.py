@@ -26,6 +26,33 @@ class Taken:
     launch: float = 0.0
     total: float = 0.0
 
+    @property
+    def hidden(self) -> float:
+        """The launch, where the op ran on behind it; else the op, or what little there is of it, ran in the launching thread."""
+        return self.launch if self.launch < self.total / 2 else 0.0
+
+    @property
+    def behind(self) -> float:
+        """Seconds of the op without a launch that it ran on behind."""
+        return self.total - self.hidden
+
+
+def time_call(execute: Execute, bundles: Sequence[Bundle]) -> tuple[Sequence[Bundle], Taken]:
+    """Runs what an op runs, and waits for it.
+
+    Args:
+        execute: what it runs.
+        bundles: on what.
+
+    Returns:
+        What it made, and what it took.
+    """
+    start = time.perf_counter()
+    made = execute(bundles)
+    launched = time.perf_counter()
+    jax.block_until_ready(made)
+    return made, Taken(launched - start, time.perf_counter() - start)
+
 
 class Serial:
     """One step, to be run op by op.
@@ -59,12 +86,7 @@ class Serial:
                 yield op, self._run(op)
 
     def _run(self, op: Op) -> Taken:
-        execute, bundles = self.call(op)
-        start = time.perf_counter()
-        made = execute(bundles)
-        launched = time.perf_counter()
-        jax.block_until_ready(made)
-        taken = Taken(launched - start, time.perf_counter() - start)
+        made, taken = time_call(*self.call(op))
         self.table.update(zip(op.writes, made, strict=True))
         for value in op.donates:
             self.table.pop(value, None)
