@@ -104,8 +104,8 @@ class Profile:
         busy_elsewhere: cores that other processes used meanwhile, on average; None where the system does not say.
         measured: by key.
         lines: of transfers and collectives.
-        slowdowns: busy devices, ascending, and by which factor ops that follow each other on one of them take longer than
-            one by one with the first number busy: one, or as few as could be measured.
+        slowdowns: busy devices, ascending, and by which factor an op on one of them takes longer than with one busy (or
+            than with the least number that could be measured).
 
     Example:
         >>> line = Line("Send", 1, 1e-4, 1e9)
@@ -206,17 +206,16 @@ class Profile:
         return max(1.0, busy / self.cores) if self.platform == "cpu" else 1.0
 
     def pace(self, devices: int) -> Callable[[int], float]:
-        """By which factor every op takes longer than its `seconds` while some run at once, each on `devices` devices.
+        """By which factor every op takes longer while some run at once, each on `devices` devices.
 
         Args:
             devices: D, those of a group.
 
         Returns:
-            A function from how many ops run to the factor.
+            A function from how many ops run to the factor; that of one is 1.
         """
         alone = self.slowdown(devices)
-        first = self.slowdowns[0][1] if self.slowdowns else 1.0
-        return lambda running: first * self.slowdown(running * devices) / alone
+        return lambda running: self.slowdown(running * devices) / alone
 
     # Profiles as files, and several as one.
 

@@ -2,8 +2,7 @@
 
 The forwards of a microbatch are launched over and over, on the first stage alone, on the first two, and so on, each
 stage's so often that all would take about as long by themselves. The slowdown is the time until all have ended, over the
-mean of what each stage's took one by one, waited for. That of one stage alone tells what following each other without a
-wait saves, such as waking threads: it is about 1.
+mean of what each stage's took by themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 
 from ratrain_jax.lowering.program import Forward
-from ratrain_jax.runtime.serial import Serial, time_call
+from ratrain_jax.runtime.serial import Serial
 
 LEAST = 6
 """How often the longest forwards are launched."""
@@ -40,13 +39,11 @@ def sample(step: Serial) -> dict[int, float]:
         For each number of busy devices, the slowdown.
     """
     devices, jobs = step.groups[0].size, _forwards(step)
-    once = [min(_one_by_one(job, 1) for _ in range(2)) for job in jobs]
+    once = [min(_burst([job], [1]) for _ in range(2)) for job in jobs]
     times = [min(MOST, max(LEAST, round(LEAST * max(once) / seconds))) for seconds in once]
-    found: dict[int, list[float]] = {}
-    for _ in range(ROUNDS):
-        alone = [_one_by_one(job, count) for job, count in zip(jobs, times, strict=True)]
-        flowing = [_burst([job], [count]) for job, count in zip(jobs, times, strict=True)]
-        found.setdefault(devices, []).append(statistics.mean(flowing) / statistics.mean(alone))
+    found: dict[int, list[float]] = {devices: [1.0]}
+    for _ in range(ROUNDS if len(jobs) > 1 else 0):
+        alone = [_burst([job], [count]) for job, count in zip(jobs, times, strict=True)]
         for busy in range(2, len(jobs) + 1):
             together = _burst(jobs[:busy], times[:busy])
             found.setdefault(busy * devices, []).append(together / statistics.mean(alone[:busy]))
@@ -77,15 +74,6 @@ def _forwards(step: Serial) -> list[list[Job]]:
             if not wanted:
                 break
     return jobs
-
-
-def _one_by_one(jobs: list[Job], times: int) -> float:
-    """Seconds of the jobs of a stage, some times each, by themselves: without their launches."""
-    total = 0.0
-    for _ in range(times):
-        for execute, bundles in jobs:
-            total += time_call(execute, bundles)[1].behind
-    return total
 
 
 def _burst(jobs: Iterable[list[Job]], times: Iterable[int]) -> float:
