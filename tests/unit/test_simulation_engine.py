@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from bubbles import rows
 from hypothesis import given, settings
 
-from benchmarks.published_bubbles import rows
 from ratrain_jax.errors import OptionError
 from ratrain_jax.kernels import load_machine
 from ratrain_jax.kernels.machine import Overlap

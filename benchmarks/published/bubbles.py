@@ -1,21 +1,18 @@
 """Published bubble rates beside the simulator's, from the published times of each op.
 
-Run: python benchmarks/published_bubbles.py
+Run: python benchmarks/published/bubbles.py
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import pathlib
 
+from facts import read
 from rich.console import Console
 from rich.table import Table
 
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.pipelines import Pipeline, StageSeconds, pipeline_tasks
-
-FACTS = pathlib.Path(__file__).parent / "facts" / "bubble_rates.csv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +28,7 @@ class Row:
 
 def rows() -> list[Row]:
     """All published rows, simulated."""
-    lines = [line for line in FACTS.read_text().splitlines() if not line.startswith("#")]
-    return [_simulated(row) for row in csv.DictReader(lines)]
+    return [_simulated(row) for row in read("bubble_rates")]
 
 
 def _simulated(row: dict[str, str]) -> Row:
