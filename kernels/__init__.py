@@ -20,6 +20,7 @@ from ratrain_jax.kernels.machine import Memory as Memory
 from ratrain_jax.kernels.machine import Overlap as Overlap
 from ratrain_jax.kernels.machine_file import builtin_machines as builtin_machines
 from ratrain_jax.kernels.machine_file import load_machine as load_machine
+from ratrain_jax.kernels.machine_file import machine_of as machine_of
 from ratrain_jax.kernels.machine_file import parse_machine as parse_machine
 from ratrain_jax.kernels.tiles import Gemm as Gemm
 from ratrain_jax.kernels.tiles import TilePlan as TilePlan

@@ -23,7 +23,7 @@ from ratrain_jax.errors import OptionError
 from ratrain_jax.kernels.cost import KernelCost, cost_gemm, repeated
 from ratrain_jax.kernels.gemm_plan import plan_for
 from ratrain_jax.kernels.machine import Machine
-from ratrain_jax.kernels.machine_file import load_machine
+from ratrain_jax.kernels.machine_file import machine_of
 from ratrain_jax.kernels.numerics import MODES, product
 from ratrain_jax.kernels.primitives import Kernel, define
 from ratrain_jax.kernels.tiles import Gemm, accelerator_of
@@ -48,7 +48,7 @@ class Arithmetic:
     @classmethod
     def of(cls, machine: str | Machine, accumulator: str | None, mode: str) -> "Arithmetic":
         """Returns checked arithmetic; without an accumulator, the machine's own."""
-        found = load_machine(machine) if isinstance(machine, str) else machine
+        found = machine_of(machine)
         if mode not in MODES:
             raise OptionError(f"mode is {mode!r}; use 'exact' or 'fast'.")
         return cls(found, accumulator or accelerator_of(found).accumulator, mode)

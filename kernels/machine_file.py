@@ -60,6 +60,19 @@ def load_machine(name_or_path: str | os.PathLike[str]) -> Machine:
     return parse_machine(source, text)
 
 
+def machine_of(machine: str | Machine) -> Machine:
+    """Returns a machine given as such, by the name of a built-in one, or by the path of its file.
+
+    Raises:
+      MachineError: See `load_machine`.
+
+    Example:
+      >>> machine_of(machine_of("mt3000")).name
+      'mt3000'
+    """
+    return load_machine(machine) if isinstance(machine, str) else machine
+
+
 @functools.cache
 def _builtin(name: str) -> Machine:
     if name not in builtin_machines():

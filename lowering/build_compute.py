@@ -13,7 +13,7 @@ from ratrain_jax.lowering.program import (
     SendGradient,
     ZeroGradient,
 )
-from ratrain_jax.lowering.schedules import compute_order
+from ratrain_jax.lowering.schedules import Slot, compute_order, in_order_of_data
 from ratrain_jax.lowering.sheet import COMPUTE, TRANSFER, Sheet
 
 
@@ -42,20 +42,14 @@ class ComputeTasks:
         """Adds everything. Values are made in the order of data, tasks are chained in the order of the schedule."""
         settings = self.sheet.settings
         slots = compute_order(settings.schedule, settings.stages, settings.microbatches)
-        done = [0] * settings.stages
         seen: set[tuple[str, int, int]] = set()
-        while any(done[s] < len(slots[s]) for s in range(settings.stages)):
-            for stage in range(settings.stages):
-                while done[stage] < len(slots[stage]):
-                    kind, i = slots[stage][done[stage]]
-                    if not self._can_add(kind, stage, i, seen):
-                        break
-                    self._forward(stage, i) if kind == "F" else self._backward(stage, i)
-                    seen.add((kind, stage, i))
-                    done[stage] += 1
+        for stage, (kind, i) in in_order_of_data(slots, lambda s, slot: self._ready(s, slot, seen)):
+            self._forward(stage, i) if kind == "F" else self._backward(stage, i)
+            seen.add((kind, stage, i))
 
-    def _can_add(self, kind: str, stage: int, i: int, seen: set[tuple[str, int, int]]) -> bool:
+    def _ready(self, stage: int, slot: Slot, seen: set[tuple[str, int, int]]) -> bool:
         """Whether the neighbouring stage's half is there already."""
+        kind, i = slot
         if kind == "F":
             return stage == 0 or ("F", stage - 1, i) in seen
         return stage == self.code.stages - 1 or ("B", stage + 1, i) in seen

@@ -6,7 +6,12 @@ decided in `ratrain_jax.lowering.order`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
 from ratrain_jax.errors import OptionError
+
+T = TypeVar("T")
 
 Slot = tuple[str, int]
 """`("F", i)` or `("B", i)`: the stage's whole forward or backward of microbatch i."""
@@ -40,6 +45,37 @@ def forward(stage: int, stages: int, microbatches: int) -> list[Slot]:
     """Forwards alone, of a step that evaluates."""
     del stage, stages
     return [("F", i) for i in range(microbatches)]
+
+
+def in_order_of_data(
+    slots: Sequence[Sequence[T]], ready: Callable[[int, T], bool]
+) -> Iterator[tuple[int, T]]:
+    """The slots of all stages, each stage's in its order, and each after those that it reads.
+
+    Args:
+        slots: what each stage does, in order.
+        ready: whether what a slot of a stage reads was given before.
+
+    Yields:
+        The stage and the slot. Slots that are never ready are left out.
+
+    Example:
+        >>> seen = set()
+        >>> for stage, slot in in_order_of_data([["b"], ["a"]], lambda _, slot: slot == "a" or "a" in seen):
+        ...     seen.add(slot)
+        ...     print(stage, slot)
+        1 a
+        0 b
+    """
+    done = [0] * len(slots)
+    moved = True
+    while moved:
+        moved = False
+        for stage, own in enumerate(slots):
+            while done[stage] < len(own) and ready(stage, own[done[stage]]):
+                yield stage, own[done[stage]]
+                done[stage] += 1
+                moved = True
 
 
 SCHEDULES = {

@@ -1,8 +1,8 @@
 """Estimates the scratch memory of a program: what it holds for a while beside its inputs and results.
 
 What elementwise code hands on is fused and never stored (see `cost`); everything else stands in memory from the equation
-that makes it to the last that reads it. Compilers reuse buffers within what this says, so it is an estimate from above
-for code that they keep in order.
+that makes it to the last that reads it. It is an estimate: a compiler may reuse buffers in another way, or make copies
+of its own. XLA's CPU compiler needs half to 1.8 times as much for the layers of a GPT.
 """
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ def _open_small(
     eqns = needed(small.eqns, region.outvars)[0]
     outvars = tuple(region.outvars)
     graph = dataclasses.replace(small, eqns=tuple(eqns), outvars=outvars)
-    return _Opening(graph, trace, split, names, most=most).closed()[0]
+    loss_only = dataclasses.replace(trace, state_out=(None,) * trace.states)
+    return _Opening(graph, loss_only, split, names, most=most).closed()[0]
 
 
 class _SliceNames:

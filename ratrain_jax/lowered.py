@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ratrain_jax.kernels import Machine, load_machine
+from ratrain_jax.kernels import Machine, machine_of
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.grid import grid
 from ratrain_jax.lowering.jsonform import to_json
@@ -100,7 +100,7 @@ class Lowered:
         if machine is None:
             kernels = self.options.kernels()
             machine = kernels.machine if kernels is not None else "generic"
-        found = load_machine(machine) if isinstance(machine, str) else machine
+        found = machine_of(machine)
         return CostAnalysis(found, layer_costs(self.code, self.program, found), self.code.routing)
 
     def compile(

@@ -138,7 +138,7 @@ class Options:
 
 
 BESIDE_A_PLAN = ("devices", "donate_state", "state_layout", "batch_argnums")
-"""Options that a plan leaves open."""
+"""Options that a plan leaves open; so is the backend, where it is kernels of one's own."""
 
 
 def planned_options(plan: Plan, given: Options) -> Options:
@@ -152,14 +152,16 @@ def planned_options(plan: Plan, given: Options) -> Options:
         OptionError: options were given that the plan says.
         PlanError: the plan is for what the runtime does not run.
     """
+    kernels = given.backend if isinstance(given.backend, Arithmetic) else None
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)
-        if field.name not in BESIDE_A_PLAN and value != field.default:
+        left_open = field.name in BESIDE_A_PLAN or value is kernels
+        if not left_open and value != field.default:
             raise OptionError(
                 f"{field.name}={value!r} was given beside a plan, which says it; leave one of them out."
             )
-    left_open = {name: getattr(given, name) for name in BESIDE_A_PLAN}
-    return dataclasses.replace(plan.options(), **left_open)
+    beside = {name: getattr(given, name) for name in BESIDE_A_PLAN}
+    return dataclasses.replace(plan.options(kernels), **beside)
 
 
 def _sequence(name: str, value: Any, what: str) -> None:

@@ -133,21 +133,21 @@ def _paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
-def _batch_arguments(count: int, options: Options) -> set[int]:
+def _batch_arguments(count: int, batch_argnums: Sequence[int] | None) -> set[int]:
     """Which arguments are cut along axis 0."""
-    if options.batch_argnums is None:
+    if batch_argnums is None:
         return set(range(1, count))
-    chosen = set(options.batch_argnums)
+    chosen = set(batch_argnums)
     if not chosen <= set(range(1, count)):
         raise OptionError(
-            f"batch_argnums={tuple(options.batch_argnums)} must name arguments 1 to {count - 1};"
+            f"batch_argnums={tuple(batch_argnums)} must name arguments 1 to {count - 1};"
             " argument 0 is the state."
         )
     return chosen
 
 
-def _shrink(tree: Any, options: Options, where: str) -> Any:
-    """The types of one rank's microbatch. Scalars and typed keys pass whole."""
+def _resized(tree: Any, where: str, rows: Callable[[int], int]) -> Any:
+    """An argument's types with another number of rows. Scalars and typed keys pass whole."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if _is_split(leaf)]
     sizes = sorted({leaf.shape[0] for leaf in leaves})
     if len(sizes) > 1:
@@ -157,10 +157,10 @@ def _shrink(tree: Any, options: Options, where: str) -> Any:
         )
     if not sizes:
         return tree
-    rows = rows_per_microbatch(sizes[0], options.data_parallel, options.microbatches)
+    count = rows(sizes[0])
     return jax.tree.map(
         lambda leaf: (
-            jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if _is_split(leaf) else leaf
+            jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) if _is_split(leaf) else leaf
         ),
         tree,
     )
@@ -177,9 +177,30 @@ def microbatch(rest: Sequence[Any], options: Options) -> list[Any]:
         BatchError: the batch does not divide.
         OptionError: batch_argnums name other arguments.
     """
-    cut = _batch_arguments(1 + len(rest), options)
+    return resized(
+        rest,
+        options.batch_argnums,
+        lambda rows: rows_per_microbatch(rows, options.data_parallel, options.microbatches),
+    )
+
+
+def resized(
+    rest: Sequence[Any], batch_argnums: Sequence[int] | None, rows: Callable[[int], int]
+) -> list[Any]:
+    """The types of a step's arguments but the state, with another number of rows in those that are cut.
+
+    Args:
+        rest: the types.
+        batch_argnums: which arguments are cut; all unless given.
+        rows: how many rows an argument of so many gets.
+
+    Raises:
+        BatchError: the leaves of an argument disagree on axis 0.
+        OptionError: batch_argnums name other arguments.
+    """
+    cut = _batch_arguments(1 + len(rest), batch_argnums)
     return [
-        _shrink(arg, options, f"argument {n}") if n in cut else arg for n, arg in enumerate(rest, 1)
+        _resized(arg, f"argument {n}", rows) if n in cut else arg for n, arg in enumerate(rest, 1)
     ]
 
 

@@ -18,7 +18,6 @@ class Configuration:
     Attributes:
         stages: P, pipeline stages.
         data_parallel: D, devices of a stage that share its work.
-        tensor_parallel: T, devices that share each layer; only simulated.
         rows: examples of a microbatch.
         microbatches: m, for each of the D ranks.
         schedule: `gpipe`, `1f1b` or `ratrain`; `interleaved` and `zb-h1` are only simulated.
@@ -34,7 +33,6 @@ class Configuration:
     data_parallel: int
     rows: int
     microbatches: int
-    tensor_parallel: int = 1
     schedule: str = "ratrain"
     zero: int = 1
     recovery: str = "auto"
@@ -46,12 +44,12 @@ class Configuration:
     @property
     def devices(self) -> int:
         """All devices."""
-        return self.stages * self.data_parallel * self.tensor_parallel
+        return self.stages * self.data_parallel
 
     @property
     def runs(self) -> bool:
         """Whether the runtime runs it; else it is only simulated."""
-        return self.tensor_parallel == 1 and self.zero < 3 and self.schedule in RUNNABLE
+        return self.zero < 3 and self.schedule in RUNNABLE
 
     @property
     def layerwise(self) -> bool:
@@ -84,8 +82,7 @@ class Configuration:
         return min(self.microbatches, self.stages - stage)
 
     def __str__(self) -> str:
-        tensor = f" × {self.tensor_parallel} tensor" if self.tensor_parallel > 1 else ""
         return (
-            f"{self.stages} stages × {self.data_parallel}{tensor}, {self.microbatches} microbatches of {self.rows},"
+            f"{self.stages} stages × {self.data_parallel}, {self.microbatches} microbatches of {self.rows},"
             f" {self.schedule}, zero={self.zero}, recovery={self.recovery}"
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.planning.layer_table import LayerTable
+from ratrain_jax.planning.search import candidates
 from ratrain_jax.planning.simulated import costs_of
 from ratrain_jax.planning.space import Space
 from ratrain_jax.planning.splits import Split, best_split
@@ -52,5 +53,5 @@ def fits(space: Space, tables: Callable[[int], LayerTable], machine: Machine, li
     least = dataclasses.replace(space, rows=space.rows[:1], zeros=space.zeros[-1:])
     return any(
         isinstance(best_split(costs_of(tables(c.rows), c, machine), limit), Split)
-        for c in least.configurations()
+        for c in candidates(least, tables)
     )

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.code import StepCode
@@ -75,8 +76,10 @@ class LayerRow:
         residuals: bytes that backward needs of forward, its own inputs among them.
         inputs: bytes of what earlier layers hand it: its checkpoint.
         scratch: bytes that its programs hold for a while (an estimate).
-        borrowed: bytes of the view, and of the gradients, of parameters that other layers own.
+        borrows: for each layer whose parameters it reads, its place among the rows, the bytes of their view here, and
+            those of their gradients.
         late: whether its update waits for a global reduction.
+        checkpointed: whether it holds code under `jax.checkpoint`, so that the runtime recovers it in any case.
     """
 
     name: str
@@ -91,8 +94,9 @@ class LayerRow:
     residuals: int
     inputs: int
     scratch: int
-    borrowed: tuple[int, int]
+    borrows: tuple[tuple[int, int, int], ...]
     late: bool
+    checkpointed: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,8 +179,8 @@ def stretched(small: LayerTable, large: LayerTable, rows: int) -> LayerTable | N
 
 def layer_table(
     code: StepCode, lengths: dict[str, int], machine: Machine, rows_per_microbatch: int
-) -> LayerTable:
-    """Counts a step.
+) -> LayerTable | None:
+    """Counts a step; None if the layers of a scan that was cut short do not stand alone, and so cannot be multiplied.
 
     Args:
         code: the step on one stage and one device, with scans cut short (`ratrain_jax.lowering.stacks.open_short`).
@@ -184,19 +188,29 @@ def layer_table(
         machine: what costs are counted for.
         rows_per_microbatch: examples of a microbatch.
     """
-    counter = _Counter(code, machine)
     numbers = _expanded([layer.name for layer in code.layered.layers], lengths)
+    counter = _Counter(code, machine, numbers)
     found = [counter.row(n) for n in numbers]
     names = _names([code.layered.layers[n].name for n in numbers], lengths)
     rows = tuple(
         dataclasses.replace(row, name=name) for row, name in zip(found, names, strict=True)
     )
-    return LayerTable(
+    table = LayerTable(
         rows,
         rows_per_microbatch,
         tuple(counter.cut(n) for n in numbers[:-1]),
         tuple(counter.operands(n) for n in numbers),
     )
+    return table if table.parameters == _parameters(code, lengths) else None
+
+
+def _parameters(code: StepCode, lengths: dict[str, int]) -> int:
+    """Elements of the parameters of the whole model: those of a scan's layer as often as there are layers left out."""
+    total = 0
+    for path, aval in zip(code.paths, code.master, strict=True):
+        left_out = (n - KEPT_LAYERS for p, n in lengths.items() if f"{p}/1/" in f"{path}/")
+        total += math.prod(aval.shape) * (1 + next(left_out, 0))
+    return total
 
 
 def _expanded(names: Sequence[str], lengths: dict[str, int]) -> list[int]:
@@ -242,10 +256,11 @@ def _names(names: Sequence[str], lengths: dict[str, int]) -> list[str]:
 class _Counter:
     """Counts rows; each traced layer once."""
 
-    def __init__(self, code: StepCode, machine: Machine) -> None:
+    def __init__(self, code: StepCode, machine: Machine, numbers: Sequence[int]) -> None:
         self.code, self.machine = code, machine
+        self._place = {n: place for place, n in reversed([*enumerate(numbers)])}
         self._rows: dict[int, LayerRow] = {}
-        self._kinds: dict[str, int] = {}
+        self._kinds: dict[tuple[Any, ...], int] = {}
         self._works: dict[tuple[str, str], tuple[CodeCost, int]] = {}
 
     def row(self, n: int) -> LayerRow:
@@ -287,22 +302,33 @@ class _Counter:
         update = code.update.layers[n]
         kept = sum(aval_bytes(code.layered.variables[v].aval) for v in layer_code.backward_inputs)
         owned = [p for p in layer.reads if code.owner[p] == n]
-        other = [p for p in layer.reads if code.owner[p] != n]
+        borrows: dict[int, list[int]] = {}
+        for p in layer.reads:
+            if code.owner[p] != n:
+                borrows.setdefault(self._place[code.owner[p]], []).append(p)
+        parameters = tuple(self._leaf(leaf) for leaf in update.parameters)
+        optimizer = tuple(self._leaf(leaf) for leaf in update.optimizer)
+        # Equal programs may be updated by different optimizers.
+        key = (layer_code.fingerprint, parameters, optimizer)
         return LayerRow(
             name=layer.name,
-            kind=self._kinds.setdefault(layer_code.fingerprint, len(self._kinds)),
+            kind=self._kinds.setdefault(key, len(self._kinds)),
             forward=forward,
             backward=backward,
-            parameters=tuple(self._leaf(leaf) for leaf in update.parameters),
-            optimizer=tuple(self._leaf(leaf) for leaf in update.optimizer),
+            parameters=parameters,
+            optimizer=optimizer,
             gradients=tuple(self._gradient(p) for p in owned),
             view=sum(map(self._view, owned)),
             aliased=sum(map(self._view, filter(self._same_dtype, owned))),
             residuals=kept + sum(map(aval_bytes, layer_code.residuals)),
             inputs=sum(aval_bytes(code.layered.variables[v].aval) for v in layer.inputs),
             scratch=max(forward_scratch, backward_scratch),
-            borrowed=(sum(map(self._view, other)), sum(self._gradient(p).bytes for p in other)),
+            borrows=tuple(
+                (owner, sum(map(self._view, ps)), sum(self._gradient(p).bytes for p in ps))
+                for owner, ps in sorted(borrows.items())
+            ),
             late=update.phase > 0,
+            checkpointed=layer.checkpointed,
         )
 
     def _leaf(self, leaf: int) -> Leaf:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from ratrain_jax.errors import PlanError
+from ratrain_jax.kernels import Arithmetic
 from ratrain_jax.lowering.records import Form, read
-from ratrain_jax.options import Options, Window
+from ratrain_jax.options import BACKENDS, Options, Window
 from ratrain_jax.planning.configuration import Configuration
 from ratrain_jax.planning.stage_costs import StageMemory
 from ratrain_jax.planning.why_not import WhyNot
@@ -133,8 +134,11 @@ class Plan:
                 f" {self.global_batch} examples, and these are {found}. Plan again with this state and batch."
             )
 
-    def options(self) -> Options:
+    def options(self, backend: Arithmetic | None = None) -> Options:
         """What `rt.train_step` is asked for.
+
+        Args:
+            backend: the kernels of a machine of one's own, which a plan only names.
 
         Raises:
             PlanError: the runtime does not run such plans; the message names what it lacks.
@@ -142,8 +146,13 @@ class Plan:
         c = self.configuration
         if not c.runs:
             raise PlanError(
-                f"the plan ({c}) is only simulated: the runtime runs no tensor parallelism, no zero=3, and the schedules"
-                " gpipe, 1f1b and ratrain. Plan without include_simulated."
+                f"the plan ({c}) is only simulated: the runtime runs no zero=3, and of schedules gpipe, 1f1b and"
+                " ratrain. Plan without include_simulated."
+            )
+        if backend is None and self.backend not in BACKENDS:
+            raise PlanError(
+                f"the plan is for the kernels of {self.backend!r}, which is no built-in machine; give"
+                " backend=ratrain_jax.kernels.Arithmetic.of(machine, None, 'fast') beside it."
             )
         return Options(
             stages=c.stages,
@@ -157,7 +166,7 @@ class Plan:
             window=Window(layers=c.window),
             memory_limit=tuple(self.limit - stage.memory.scratch for stage in self.stages),
             boundaries=tuple(stage.first for stage in self.stages[1:]),
-            backend=self.backend,
+            backend=self.backend if backend is None else backend,
         )
 
     def to_json(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ratrain_jax.errors import InfeasibleError, OptionError
-from ratrain_jax.kernels import Arithmetic, Machine, load_machine
+from ratrain_jax.kernels import Arithmetic, Machine, machine_of
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.text import readable_bytes
@@ -19,9 +19,9 @@ from ratrain_jax.planning.search import Found, search
 from ratrain_jax.planning.simulated import SIMULATED_SCHEDULES
 from ratrain_jax.planning.space import Space
 from ratrain_jax.planning.why_not import why_not
-from ratrain_jax.planning.workload import Workload, with_global_batch
+from ratrain_jax.planning.workload import Workload
 from ratrain_jax.step import Step
-from ratrain_jax.tracing import trace_step
+from ratrain_jax.tracing import abstract, resized, trace_step
 
 MARGIN = 0.02
 """The part of the usable memory that is left free, for what is not counted: allocators, code, the runtime itself."""
@@ -56,10 +56,10 @@ def plan(
         margin: the part of the limit that is left free.
         backend: what computes products, as in `train_step`; the machine's own kernels where it has some, unless given.
         batch_argnums: which arguments are cut along axis 0; all but the first unless given.
-        include_simulated: whether to search what the runtime does not run as well: tensor parallelism, ZeRO-3, and the
-            schedules `interleaved` and `zb-h1`.
+        include_simulated: whether to search what the runtime does not run as well: ZeRO-3, and the schedules
+            `interleaved` and `zb-h1`.
         **space: choices to search instead of all: `stages`, `rows`, `schedules`, `zeros`, `recoveries`,
-            `tensor_parallel`, `chunks`, each a sequence (see `ratrain_jax.planning.space.Space`).
+            `chunks`, each a sequence (see `ratrain_jax.planning.space.Space`).
 
     Returns:
         The plan. `print` it; `rt.train_step(plan=plan)` runs it.
@@ -79,7 +79,7 @@ def plan(
         >>> found.configuration.devices
         2
     """
-    chosen = load_machine(machine) if isinstance(machine, str) else machine
+    chosen = machine_of(machine)
     count = devices or chosen.devices
     if not count:
         raise OptionError(
@@ -113,8 +113,9 @@ def workload(
     # How many devices there are is nothing to a kernel.
     alone = dataclasses.replace(machine, devices=0)
     kernels = None if backend == "xla" else Arithmetic.of(alone, None, "fast")
-    resized = with_global_batch(args, global_batch, batch_argnums)
-    return Workload(step, resized, machine, kernels, global_batch, batch_argnums)
+    state, *rest = (abstract(arg) for arg in args)
+    batch = resized(rest, batch_argnums, lambda rows: global_batch)
+    return Workload(step, (state, *batch), machine, kernels, global_batch, batch_argnums)
 
 
 def _choices(include_simulated: bool, space: dict[str, Sequence[Any]]) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def _plan(found: Found, work: Workload, limit: int) -> Plan:
 
 def _lower(work: Workload, chosen: Plan) -> Lowered:
     """The step, lowered as planned."""
-    options = dataclasses.replace(chosen.options(), batch_argnums=work.batch_argnums)
+    options = dataclasses.replace(chosen.options(work.kernels), batch_argnums=work.batch_argnums)
     trace, signature = trace_step(work.step, work.args, options)
     code, program = lower_step(
         trace, options.settings(), work.machine, options.boundaries, work.kernels

@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.planning.configuration import RUNNABLE, Configuration
@@ -78,11 +78,8 @@ def search(
         limit: bytes a device.
         exhaustive: whether to simulate all that fits, bounds or not.
     """
-    waiting = [
-        (least_seconds(tables(c.rows), c), number, Candidate(c, 0.0))
-        for number, c in enumerate(space.configurations())
-    ]
-    waiting = [(bound, n, dataclasses.replace(c, bound=bound)) for bound, n, c in waiting]
+    bounded = [Candidate(c, least_seconds(tables(c.rows), c)) for c in candidates(space, tables)]
+    waiting = [(candidate.bound, number, candidate) for number, candidate in enumerate(bounded)]
     heapq.heapify(waiting)
     best: Candidate | None = None
     seen: list[Candidate] = []
@@ -105,6 +102,13 @@ def search(
         if best is None or _key(found) < _key(best):
             best = found
     return Found(best, tuple(seen), tuple(candidate for _, _, candidate in sorted(waiting)))
+
+
+def candidates(space: Space, tables: Callable[[int], LayerTable]) -> Iterator[Configuration]:
+    """The configurations of a space that have a layer for each of their stages."""
+    for c in space.configurations():
+        if c.stages * c.chunks <= len(tables(c.rows).rows):
+            yield c
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -178,16 +182,15 @@ def least_seconds(table: LayerTable, configuration: Configuration) -> float:
     recovers = configuration.recovery in ("forward", "backward")
     again = recovers * table.forward[-1]
     m, stages = configuration.microbatches, configuration.stages
-    tensor = configuration.tensor_parallel
     depth = 1 - (1 - 1 / m) ** stages if configuration.fills else stages / m
-    even = max(whole / depth, (whole + again) * m / stages) / tensor
+    even = max(whole / depth, (whole + again) * m / stages)
     # Some stage has at least its share of the layers, whatever the split.
     share = -(-len(table.rows) // stages)
     each = [f + b for f, b in zip(table.forward, table.backward, strict=True)]
     if configuration.recovery in ("forward", "backward"):
         each = [seconds + f for seconds, f in zip(each, table.forward, strict=True)]
     widest = min(map(operator.sub, each[share:], each))
-    return max(even, m * widest / tensor)
+    return max(even, m * widest)
 
 
 def ordered(candidates: Sequence[Candidate]) -> list[Candidate]:

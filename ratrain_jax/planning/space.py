@@ -25,7 +25,6 @@ class Space:
         global_batch: examples of a step.
         layers: the most stages that there can be.
         rows: sizes of microbatches.
-        tensor_parallel: T.
         schedules: names.
         zeros: ZeRO stages.
         recoveries: names.
@@ -37,7 +36,6 @@ class Space:
     global_batch: int
     layers: int
     rows: tuple[int, ...] = ROWS
-    tensor_parallel: tuple[int, ...] = (1,)
     schedules: tuple[str, ...] = RUNNABLE
     zeros: tuple[int, ...] = (1, 2)
     recoveries: tuple[str, ...] = RECOVERIES
@@ -52,12 +50,11 @@ class Space:
 
     def configurations(self) -> Iterator[Configuration]:
         """Every configuration."""
-        for tensor in self.tensor_parallel:
-            for stages in self.stages or range(1, min(self.layers, self.devices) + 1):
-                if self.devices % (stages * tensor) == 0:
-                    yield from self._of(stages, self.devices // (stages * tensor), tensor)
+        for stages in self.stages or range(1, min(self.layers, self.devices) + 1):
+            if self.devices % stages == 0:
+                yield from self._of(stages, self.devices // stages)
 
-    def _of(self, stages: int, group: int, tensor: int) -> Iterator[Configuration]:
+    def _of(self, stages: int, group: int) -> Iterator[Configuration]:
         share, rest = divmod(self.global_batch, group)
         if rest:
             return
@@ -71,7 +68,6 @@ class Space:
                             yield Configuration(
                                 stages=stages,
                                 data_parallel=group,
-                                tensor_parallel=tensor,
                                 rows=rows,
                                 microbatches=share // rows,
                                 schedule=schedule,

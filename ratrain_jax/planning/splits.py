@@ -119,7 +119,8 @@ class _Search:
             table.cuts[first - 1] if first else 0,
             table.cuts[end - 1] if end < self.costs.count else 0,
         )
-        return (tuple(self.costs.kinds[first:end]), edges, table.operands[first:end])
+        borrowed = self.costs.borrowed(first, end)
+        return (self.costs.kinds[first:end], edges, borrowed, table.operands[first:end])
 
     def _stage(self, number: int, first: int, end: int) -> Stage | None:
         recovered = self._recovered(number, first, end)
@@ -132,7 +133,7 @@ class _Search:
         recovery = self.configuration.recovery
         if recovery == "auto":
             return fewest_recovered(self.costs, number, first, end, self._fits)
-        return 0 if recovery == "none" else end - first
+        return self.costs.least_recovered(first, end) if recovery == "none" else end - first
 
     def _fits(self, memory: StageMemory) -> bool:
         return memory.total <= self.limit

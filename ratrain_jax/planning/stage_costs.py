@@ -4,9 +4,10 @@ Bytes of a device, by term (a layer's own are in `LayerRow`; D the group, k the 
 
     parameters    shards of the parameters                 Σ shard(parameters, D)
     optimizer     shards of the rest of the state          Σ shard(optimizer, D)
-    view          whole parameters in compute dtype        Σ view (for D = 1 without those that need no copy)
-    gradients     zero=1: whole accumulators; zero=2: their shards, and the whole gradients of the layers whose
-                  synchronisation is behind their backward
+    view          whole parameters in compute dtype        Σ view (for D = 1 without those that need no copy), and
+                  those borrowed of layers on other stages
+    gradients     zero=1: whole accumulators, of borrowed parameters too; zero=2: their shards, and the whole
+                  gradients of the layers whose synchronisation is behind their backward
     residuals     k · Σ residuals of layers that keep them, and once those of the layers that are recovered
     checkpoints   k · inputs of the first recovered layer (what the batch gives is an operand)
     boundaries    what waits at the stage's ends: one microbatch's input and output more, and a gradient each way
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.kernels.collectives import (
@@ -114,6 +115,8 @@ class _Sums:
     """Bytes of the first layers, for each number of them, on each device of a group."""
 
     kinds: tuple[int, ...]
+    borrowers: tuple[int, ...]  # layers that read parameters of others
+    checkpointed: tuple[int, ...]
     whole: tuple[int, ...]  # gradients of each layer
     parameters: list[int]
     optimizer: list[int]
@@ -131,12 +134,12 @@ def _sums(table: LayerTable, devices: int) -> _Sums:
     whole = tuple(sum(leaf.bytes for leaf in row.gradients) for row in rows)
     return _Sums(
         kinds=tuple(row.kind for row in rows),
+        borrowers=tuple(n for n, row in enumerate(rows) if row.borrows),
+        checkpointed=tuple(n for n, row in enumerate(rows) if row.checkpointed),
         whole=whole,
         parameters=running([shard_bytes(row.parameters, devices) for row in rows]),
         optimizer=running([shard_bytes(row.optimizer, devices) for row in rows]),
-        view=running(
-            [row.view - (row.aliased if alone else 0) + sum(row.borrowed) for row in rows]
-        ),
+        view=running([row.view - (row.aliased if alone else 0) for row in rows]),
         gradients=running(whole),
         sharded=running([shard_bytes(row.gradients, devices) for row in rows]),
         residuals=running([row.residuals for row in rows]),
@@ -164,32 +167,31 @@ class StageCosts:
     @functools.cached_property
     def state(self) -> tuple[LayerState, ...]:
         """Seconds of every layer's state work."""
-        return tuple(self._state(row.kind, row) for row in self.table.rows)
+        known = {row.kind: row for row in self.table.rows}
+        states = {kind: self._state(row) for kind, row in known.items()}
+        return tuple(states[kind] for kind in self.kinds)
 
     @functools.cached_property
     def sends(self) -> tuple[float, ...]:
         """Seconds to send what crosses behind each layer but the last."""
         c = self.configuration
-        group = c.data_parallel * c.tensor_parallel
+        group = c.data_parallel
         return tuple(
             transfer_seconds(self.machine, count, distance=group, sharing=group)
             for count in self.table.cuts
         )
 
-    def _state(self, kind: int, row: LayerRow) -> LayerState:
-        known: dict[int, LayerState] = self.__dict__.setdefault("_known_state", {})
-        if kind not in known:
-            devices = self.configuration.data_parallel
-            held = shard_bytes(row.parameters, devices) + shard_bytes(row.optimizer, devices)
-            swept = 2 * held + shard_bytes(row.gradients, devices)
-            launch = self.machine.launch_seconds if row.parameters else 0.0
-            gradients = sum(leaf.bytes for leaf in row.gradients)
-            known[kind] = LayerState(
-                reduce_scatter_seconds(self.machine, gradients, devices),
-                swept / self.machine.streaming_bandwidth + launch,
-                all_gather_seconds(self.machine, row.view, devices),
-            )
-        return known[kind]
+    def _state(self, row: LayerRow) -> LayerState:
+        devices = self.configuration.data_parallel
+        held = shard_bytes(row.parameters, devices) + shard_bytes(row.optimizer, devices)
+        swept = 2 * held + shard_bytes(row.gradients, devices)
+        launch = self.machine.launch_seconds if row.parameters else 0.0
+        gradients = sum(leaf.bytes for leaf in row.gradients)
+        return LayerState(
+            reduce_scatter_seconds(self.machine, gradients, devices),
+            swept / self.machine.streaming_bandwidth + launch,
+            all_gather_seconds(self.machine, row.view, devices),
+        )
 
     def block_ends(self, first: int, end: int) -> tuple[int, ...]:
         """Where the blocks of a stage end, counted from its first layer."""
@@ -236,17 +238,38 @@ class StageCosts:
         incoming = self.table.cuts[first - 1] if first else 0
         if recovered:
             once -= incoming  # it is the checkpoint
+        view, gradients = self.borrowed(first, end)
         return StageMemory(
             parameters=sums.parameters[end] - sums.parameters[first],
             optimizer=sums.optimizer[end] - sums.optimizer[first],
-            view=sums.view[end] - sums.view[first],
-            gradients=self._gradients(first, end),
+            view=sums.view[end] - sums.view[first] + view,
+            gradients=self._gradients(first, end) + gradients,
             residuals=flying * kept + once,
             checkpoints=flying * incoming if recovered else 0,
             boundaries=2 * sum(edges),
             operands=c.microbatches * (sums.operands[end] - sums.operands[first]),
             scratch=max(row.scratch for row in self.table.rows[first:end]),
         )
+
+    def borrowed(self, first: int, end: int) -> tuple[int, int]:
+        """Bytes of the views of parameters that layers on other stages own, and of their gradients."""
+        views: dict[int, int] = {}
+        gradients: dict[int, int] = {}
+        for row in self._borrowers(first, end):
+            for owner, view, gradient in row.borrows:
+                if not first <= owner < end:
+                    views[owner] = max(views.get(owner, 0), view)
+                    gradients[owner] = max(gradients.get(owner, 0), gradient)
+        return sum(views.values()), sum(gradients.values())
+
+    def _borrowers(self, first: int, end: int) -> Iterator[LayerRow]:
+        return (self.table.rows[n] for n in self.sums.borrowers if first <= n < end)
+
+    def least_recovered(self, first: int, end: int) -> int:
+        """How many layers of a stage the runtime recovers in any case: up to the last that the user checkpoints."""
+        marked = [n for n in self.sums.checkpointed if first <= n < end]
+        last = marked[-1] - first if marked else -1
+        return next(stop for stop in (0, *self.block_ends(first, end)) if stop > last)
 
     def _gradients(self, first: int, end: int) -> int:
         if self.configuration.zero == 1:
@@ -310,7 +333,8 @@ def fewest_recovered(
     costs: StageCosts, number: int, first: int, end: int, fits: Callable[[StageMemory], bool]
 ) -> int | None:
     """How many layers of a stage must be recovered for it to fit, in whole blocks; None if it does not fit at all."""
+    least = costs.least_recovered(first, end)
     for recovered in (0, *costs.block_ends(first, end)):
-        if fits(costs.memory(number, first, end, recovered)):
+        if recovered >= least and fits(costs.memory(number, first, end, recovered)):
             return recovered
     return None

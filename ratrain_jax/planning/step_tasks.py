@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from ratrain_jax.lowering.schedules import compute_order
+from ratrain_jax.lowering.schedules import Slot, compute_order, in_order_of_data
 from ratrain_jax.planning.splits import Split
 from ratrain_jax.planning.stage_costs import Stage, StageCosts
+from ratrain_jax.simulation.breakdown import pacing_stage
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.tasks import Hold, Port, Tasks
 
@@ -55,14 +56,10 @@ def step_seconds(costs: StageCosts, split: Split) -> StepSeconds:
         for number, ports in holds.items():
             tasks.hold(number, ports)
     found = run(tasks, costs.machine)
-    lasts = [found.start[again] - found.start[first] for first, again in built.entered]
-    longest = max(lasts)
-    pacing = [s for s, seconds in enumerate(lasts) if seconds >= longest * (1 - 1e-9)]
     ends = [float(found.end[numbers[-1]]) for numbers in built.backwards]
-    stage = max(pacing, key=ends.__getitem__)
-    return StepSeconds(
-        float(longest), ends[stage] - float(found.start[built.entered[stage][0]]), stage
-    )
+    stage = pacing_stage(built.entered, found, ends)
+    first, again = (float(found.start[n]) for n in built.entered[stage])
+    return StepSeconds(again - first, ends[stage] - first, stage)
 
 
 class _Step:
@@ -86,20 +83,12 @@ class _Step:
             for number in range(self.c.stages):
                 self.gathered.update(self._gathers(number, dict.fromkeys(self._layers(number))))
         slots = compute_order(self.c.schedule, self.c.stages, self.c.microbatches)
-        done = [0] * self.c.stages
-        last = self.c.stages - 1
-        moved = True
-        while moved:
-            moved = False
-            for s, own in enumerate(slots):
-                while done[s] < len(own):
-                    kind, i = own[done[s]]
-                    ends = 0 if kind == "F" else last
-                    if s != ends and (kind, s, i) not in self.arrived:
-                        break
-                    self._forward(s, i) if kind == "F" else self._backward(s, i)
-                    done[s] += 1
-                    moved = True
+        for s, (kind, i) in in_order_of_data(slots, self._ready):
+            self._forward(s, i) if kind == "F" else self._backward(s, i)
+
+    def _ready(self, s: int, slot: Slot) -> bool:
+        kind, i = slot
+        return s == (0 if kind == "F" else self.c.stages - 1) or (kind, s, i) in self.arrived
 
     def _layers(self, s: int) -> range:
         return range(*self.split.stages[s].layers)

@@ -23,8 +23,7 @@ def plan_text(plan: Plan) -> str:
     marked = "" if c.runs else "  (only simulated: the runtime does not run it)"
     head = [
         f"{c.devices} × {plan.machine}, {plan.global_batch} examples a step{marked}",
-        f"  {c.stages} stages × {c.data_parallel} data parallel"
-        + (f" × {c.tensor_parallel} tensor parallel" if c.tensor_parallel > 1 else ""),
+        f"  {c.stages} stages × {c.data_parallel} data parallel",
         f"  {c.microbatches} microbatches of {c.rows} examples a rank",
         f"  schedule={c.schedule}, zero={c.zero}, recovery={c.recovery}",
         f"  predicted step {plan.step_seconds:.4g} s, of it the tail {plan.tail_seconds:.3g} s",

@@ -13,7 +13,6 @@ from ratrain_jax.planning.search import Candidate, Found, look_at, ordered
 
 AXES: Final = {
     "stages": "stages",
-    "tensor_parallel": "tensor parallel",
     "rows": "examples a microbatch",
     "schedule": "schedule",
     "zero": "zero",
@@ -21,9 +20,8 @@ AXES: Final = {
 }
 """The choices by which kinds are told apart."""
 
-_TRIES: Final = (
-    3  # configurations of a kind that are looked at, of those that the search passed over
-)
+_TRIES: Final = 3
+"""Configurations of a kind that are looked at, of those that the search passed over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

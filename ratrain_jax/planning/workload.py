@@ -6,16 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
-from ratrain_jax.errors import BatchError
 from ratrain_jax.kernels import Arithmetic, Machine
 from ratrain_jax.lowering.lower import compile_code
 from ratrain_jax.lowering.stacks import open_short
 from ratrain_jax.lowering.trace import Trace
 from ratrain_jax.options import Options
 from ratrain_jax.planning.layer_table import KEPT_LAYERS, LayerTable, layer_table, stretched
-from ratrain_jax.tracing import abstract, microbatch, trace_small, trace_step
+from ratrain_jax.tracing import microbatch, trace_small, trace_step
 
 
 @dataclasses.dataclass
@@ -61,38 +58,17 @@ class Workload:
         small = self._trace.whole
         if rows != self.global_batch:
             small = trace_small(self.step, self.args[0], microbatch(self.args[1:], options))
-        trace, lengths = open_short(dataclasses.replace(self._trace, small=small), KEPT_LAYERS)
+        whole = dataclasses.replace(self._trace, small=small)
+        trace, lengths = open_short(whole, KEPT_LAYERS)
+        table = self._table(trace, lengths, options, rows)
+        if table is None:
+            # Layers too small to stand alone were joined with their neighbours: only all of them tell.
+            table = self._table(whole, {}, options, rows)
+        assert table is not None
+        return table
+
+    def _table(
+        self, trace: Trace, lengths: dict[str, int], options: Options, rows: int
+    ) -> LayerTable | None:
         code = compile_code(trace, options.settings(), self.machine, None, self.kernels)
         return layer_table(code, lengths, self.machine, rows)
-
-
-def with_global_batch(
-    args: Sequence[Any], rows: int, batch_argnums: Sequence[int] | None
-) -> tuple[Any, ...]:
-    """The types of a step's arguments, with `rows` examples in every argument that is cut.
-
-    Raises:
-        BatchError: arguments disagree on their examples.
-    """
-    state, *rest = (abstract(arg) for arg in args)
-    cut = set(batch_argnums) if batch_argnums is not None else set(range(1, len(args)))
-    sizes = {
-        leaf.shape[0]
-        for n, arg in enumerate(rest, 1)
-        for leaf in jax.tree.leaves(arg)
-        if n in cut and leaf.shape
-    }
-    if len(sizes) > 1:
-        raise BatchError(
-            f"the batch's leaves disagree on axis 0: {sorted(sizes)}; put what is not cut into an argument of its own."
-        )
-
-    def resized(leaf: Any) -> Any:
-        if not leaf.shape:
-            return leaf
-        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-
-    return (
-        state,
-        *(jax.tree.map(resized, arg) if n in cut else arg for n, arg in enumerate(rest, 1)),
-    )

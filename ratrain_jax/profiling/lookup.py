@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 
 from ratrain_jax.errors import SimulationError
-from ratrain_jax.kernels import Machine, load_machine
+from ratrain_jax.kernels import Machine, machine_of
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.code import known_code
 from ratrain_jax.lowering.op_costs import OpCoster
@@ -42,7 +42,7 @@ class Lookup:
         self._profile = profile
         self._lowered = program if isinstance(program, Lowered) else None
         self._program = program.program if isinstance(program, Lowered) else program
-        self._machine = load_machine(machine) if isinstance(machine, str) else machine
+        self._machine = machine_of(machine)
         self._entries = {m.key: m for m in profile.measured}
         self._measured = {key: m.seconds for key, m in self._entries.items()}
         self._lines = {(line.kind, line.devices): line for line in profile.lines}

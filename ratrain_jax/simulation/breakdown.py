@@ -61,15 +61,18 @@ class Breakdown:
         return f"step {self.step:.4g} s = {shown}"
 
 
-def pacing_stage(made: ProgramTasks, run: Run) -> int:
-    """The stage whose line is drawn."""
-    lasts = [float(run.start[again] - run.start[first]) for first, again in made.entered]
+def pacing_stage(entered: Sequence[tuple[int, int]], run: Run, ends: Sequence[float]) -> int:
+    """The stage whose line is drawn.
+
+    Args:
+        entered: the task of each stage's first Forward, in this step and in the next.
+        run: when tasks ran.
+        ends: when the last Backward of each stage ends.
+    """
+    lasts = [float(run.start[again] - run.start[first]) for first, again in entered]
     # Sums in another order differ in their last bits; those are no reason.
     longest = [s for s, seconds in enumerate(lasts) if seconds >= max(lasts) * (1 - 1e-9)]
-    tails = [
-        float(run.start[again]) - end
-        for (_, again), end in zip(made.entered, body_ends(made, run), strict=True)
-    ]
+    tails = [float(run.start[again]) - end for (_, again), end in zip(entered, ends, strict=True)]
     return min(longest, key=tails.__getitem__)
 
 
@@ -91,9 +94,10 @@ def break_down(made: ProgramTasks, run: Run, causes: Causes) -> Breakdown:
         run: when they ran.
         causes: what each waited for.
     """
-    stage = pacing_stage(made, run)
+    ends = body_ends(made, run)
+    stage = pacing_stage(made.entered, run, ends)
     first, again = made.entered[stage]
-    body_end = body_ends(made, run)[stage]
+    body_end = ends[stage]
     body = [
         n
         for n in range(first, made.steps)

@@ -61,9 +61,8 @@ def _longest_paths(tasks: Tasks) -> Run:
     lasts = np.where(waits.ended, seconds[waits.source], 0.0)
     waiting = np.bincount(waits.target, minlength=count)
     start, depth, level = np.zeros(count), np.zeros(count, np.int64), 0
-    front, started = np.flatnonzero(waiting == 0), 0
+    front = np.flatnonzero(waiting == 0)
     while front.size:
-        started += front.size
         depth[front] = level
         level += 1
         many = degree[front]
@@ -77,6 +76,7 @@ def _longest_paths(tasks: Tasks) -> Run:
         np.maximum.at(start, target, np.repeat(start[front], many) + lasts[which])
         np.subtract.at(waiting, target, 1)
         front = np.unique(target[waiting[target] == 0])
-    if started < count and (waiting > 0).any():
-        raise CycleError(find_cycle(waits, np.flatnonzero(waiting > 0)))
+    stuck = np.flatnonzero(waiting)
+    if stuck.size:
+        raise CycleError(find_cycle(waits, stuck))
     return Run(start, start + seconds, depth)

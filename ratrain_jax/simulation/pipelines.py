@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from ratrain_jax.errors import OptionError
-from ratrain_jax.lowering.schedules import compute_order
+from ratrain_jax.lowering.schedules import compute_order, in_order_of_data
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.tasks import Hold, Port, Tasks
 
@@ -166,16 +166,11 @@ class _Builder:
         self.holds: dict[int, list[Hold]] = {}
 
     def build(self, order: Sequence[Sequence[Slot]]) -> None:
-        done = [0] * len(order)
-        moved = True
-        while moved:
-            moved = False
-            for device, own in enumerate(order):
-                while done[device] < len(own) and self._ready(device, own[done[device]]):
-                    self._add(device, own[done[device]])
-                    done[device] += 1
-                    moved = True
-        if any(count < len(own) for count, own in zip(done, order, strict=True)):
+        added = 0
+        for device, slot in in_order_of_data(order, self._ready):
+            self._add(device, slot)
+            added += 1
+        if added < sum(map(len, order)):
             raise AssertionError(f"the order of {self.pipeline.schedule!r} waits for itself")
 
     def _place(self, device: int, chunk: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ratrain_jax.errors import SimulationError
-from ratrain_jax.kernels import Machine, load_machine
+from ratrain_jax.kernels import Machine, machine_of
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.code import known_code
 from ratrain_jax.lowering.mnemonics import op_label
@@ -62,7 +62,7 @@ def simulate(
         >>> line.step == line.ideal + line.bubble + line.exposed + line.recovery + line.tail
         True
     """
-    found = load_machine(machine) if isinstance(machine, str) else machine
+    found = machine_of(machine)
     lowered = program if isinstance(program, Lowered) else None
     simulated = lowered.program if lowered is not None else program
     assert isinstance(simulated, Program)

@@ -3,8 +3,8 @@
 Terms.
     A **device** here is a pipeline stage: its data-parallel ranks do the same, so one stands for all. Each device has five
     **ports**: compute, send, receive (the two directions of its link), memory and host. A task *holds* some ports, all of
-    them from its start to its end; a task that holds none is a pure delay. The tasks of a port run one after the other in
-    the order in which they were added.
+    them from its start to its end; a task that holds none is a pure delay. The tasks of a port run one after the other,
+    by their ranks, or in the order in which they were added.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -44,7 +45,10 @@ def edges(tasks: Tasks) -> Edges:
     return Edges(source[order], target[order], ended[order])
 
 
-def _flat(sources, targets=None) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN001
+def _flat(
+    sources: Collection[Collection[int]], targets: Sequence[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """All sources in a row, and the target of each: its place in the list unless targets are given."""
     counts = np.fromiter(map(len, sources), np.int64, len(sources))
     flat = np.fromiter(itertools.chain.from_iterable(sources), np.int64, int(counts.sum()))
     numbers = np.arange(len(counts)) if targets is None else np.array(targets, np.int64)

@@ -6,16 +6,18 @@ import functools
 import itertools
 import json
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ratrain_jax as rt
 from ratrain_jax.errors import InfeasibleError, OptionError, PlanError, RATrainError
-from ratrain_jax.kernels import load_machine
+from ratrain_jax.kernels import Arithmetic, load_machine
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.memory import memory_analysis
 from ratrain_jax.lowering.op_costs import code_work
@@ -349,6 +351,8 @@ def test_mistakes_are_named():
         planned(devices=None)
     with pytest.raises(OptionError, match="no choice 'depth'"):
         planned(depth=(1, 2))
+    with pytest.raises(OptionError, match="no choice 'tensor_parallel'"):
+        planned(tensor_parallel=(1, 2))
     with pytest.raises(InfeasibleError, match="divides both"):
         planned(devices=7, stages=(1,))
     machine = rt.machines.load("a100", clusters=8)
@@ -380,6 +384,83 @@ def test_files_that_are_no_plan_give_an_error_of_ours(junk, tmp_path):
     path.write_bytes(junk)
     with pytest.raises(PlanError):
         rt.Plan.load(path)
+
+
+def scanned(width, depth, vocabulary, remat=False, tied=False):
+    """A train step of scanned residual blocks whose state is its parameters alone, and its arguments' types."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(x))), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embedding = nn.Embed(vocabulary, width, name="embedding")
+            block = nn.remat(Block) if remat else Block
+            layers = nn.scan(
+                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth
+            )
+            x, _ = layers(name="blocks")(embedding(tokens), None)
+            return embedding.attend(x) if tied else nn.Dense(vocabulary, name="head")(x)
+
+    model, tokens = Model(), jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    params = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]
+    )
+
+    def step(params, batch):
+        def loss(p):
+            logits = model.apply({"params": p}, batch["x"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        value, grads = rt.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    return step, params, {"x": tokens, "y": tokens}
+
+
+def test_layers_too_small_to_stand_alone_are_counted_whole():
+    step, params, batch = scanned(width=4, depth=9, vocabulary=5000)
+    table = workload(step, (params, batch), A100, 8).table(2)
+    assert table.parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(("remat", "tied"), [(True, False), (False, True)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_checkpoints_and_tied_parameters_are_counted_as_the_program_does(remat, tied, stages):
+    step, params, batch = scanned(128, 6, 512, remat, tied)
+    known = workload(step, (params, batch), A100, 8)
+    c = Configuration(stages=stages, data_parallel=2, rows=1, microbatches=4, recovery="none")
+    found = look_at(c, known.table(1), A100, 10**12)
+    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "recovery": "none"}
+    decorated = rt.train_step(**options)(step)
+    trace, _ = trace_step(step, (params, batch), decorated.options)
+    names = [known.table(1).rows[s.layers[0]].name for s in found.split.stages[1:]]
+    _, program = lower_step(trace, decorated.options.settings(), A100, names)
+    for stage, peak in zip(found.split.stages, memory_analysis(program).peaks, strict=True):
+        assert 0.97 * peak <= stage.memory.total - stage.memory.scratch <= 1.05 * peak
+    recovered = [sum(x.recovered for x in program.layers if x.stage == s) for s in range(stages)]
+    assert [stage.recovered for stage in found.split.stages] == recovered
+    assert any(recovered) == remat
+
+
+def test_a_plan_for_a_machine_of_ones_own_takes_its_kernels_beside_it():
+    own = dataclasses.replace(load_machine("mt3000"), name="own")
+    step, params, batch = scanned(64, 3, 256)
+    found = rt.plan(step, params, batch, machine=own, devices=2, global_batch=8, rows=(2,))
+    assert found.program.settings.stages == found.configuration.stages
+    with pytest.raises(PlanError, match="kernels of 'own'"):
+        rt.train_step(plan=found)
+    kernels = Arithmetic.of(own, None, "fast")
+    assert rt.train_step(plan=found, backend=kernels)(step).options.kernels() == kernels
+
+
+def test_there_are_no_more_stages_than_layers():
+    found = search(space(devices=48, layers=100), work().table, A100, 10**12)
+    seen = [c.configuration.stages for c in (*found.seen, *found.rest)]
+    assert max(seen) <= len(work().table(1).rows) < 48
 
 
 def test_a_plan_runs():

@@ -255,3 +255,27 @@ def test_a_whole_norm_is_a_reduction_over_all_layers():
 def test_too_many_stages_are_refused_as_before():
     with pytest.raises(LayoutError):
         lower(mlp_case(2), stages=16)
+
+
+def test_a_state_that_begins_with_a_stacked_leaf_is_taken():
+    """The microbatch-sized trace has no new state: its first result is the loss, not the state's first leaf."""
+
+    def step(params, x):
+        def loss(p):
+            out, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["blocks"])
+            return (out @ p["head"]).mean()
+
+        value, grads = rt.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "blocks": jax.random.normal(keys[0], (3, 8, 8)),
+        "head": jax.random.normal(keys[1], (8, 2)),
+    }
+    x = jax.random.normal(keys[2], (4, 8))
+    expected, plain = jax.jit(step)(params, x)
+    state, value = rt.train_step(microbatches=2)(step)(params, x)
+    np.testing.assert_allclose(value, plain, rtol=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
