@@ -253,6 +253,8 @@ class StageCosts:
 
     def borrowed(self, first: int, end: int) -> tuple[int, int]:
         """Bytes of the views of parameters that layers on other stages own, and of their gradients."""
+        if not self.sums.borrowers:
+            return 0, 0  # asked for every run of layers that a search looks at
         views: dict[int, int] = {}
         gradients: dict[int, int] = {}
         for row in self._borrowers(first, end):
