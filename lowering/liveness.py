@@ -68,10 +68,10 @@ def _series(
     at: dict[Kind, list[int]] = {kind: [] for kind in kinds}
     after: dict[Kind, list[int]] = {kind: [] for kind in kinds}
     for op in program.order[stage]:
-        written = _bytes(program, stage, op.writes)
-        donated = _bytes(program, stage, op.donates)
-        extra = _beyond(written, donated) if donated else written
-        ended = _bytes(program, stage, op.reads) if isinstance(op, Free) else donated
+        written = bytes_by_kind(program, stage, op.writes)
+        donated = bytes_by_kind(program, stage, op.donates)
+        extra = beyond(written, donated) if donated else written
+        ended = bytes_by_kind(program, stage, op.reads) if isinstance(op, Free) else donated
         for kind in kinds:
             at[kind].append(live[kind] + extra.get(kind, 0))
             live[kind] += written.get(kind, 0) - ended.get(kind, 0)
@@ -83,7 +83,8 @@ def _series(
     return StageSeries(stage, start, _frozen(at), _frozen(after), total_at, total_after)
 
 
-def _bytes(program: Program, stage: int, values: Iterable[int]) -> dict[Kind, int]:
+def bytes_by_kind(program: Program, stage: int, values: Iterable[int]) -> dict[Kind, int]:
+    """Bytes of those of some values whose home is a stage."""
     count: dict[Kind, int] = {}
     for number in values:
         value = program.values[number]
@@ -92,7 +93,7 @@ def _bytes(program: Program, stage: int, values: Iterable[int]) -> dict[Kind, in
     return count
 
 
-def _beyond(written: Mapping[Kind, int], donated: Mapping[Kind, int]) -> dict[Kind, int]:
+def beyond(written: Mapping[Kind, int], donated: Mapping[Kind, int]) -> dict[Kind, int]:
     """Bytes written that no donated buffer holds: first those of the same kind are taken over."""
     extra = {kind: max(0, size - donated.get(kind, 0)) for kind, size in written.items()}
     spare = sum(donated.values()) - sum(
