@@ -9,7 +9,8 @@ trap 'rm -rf "$scratch"' EXIT
 import tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-print(*project["dependencies"], *project["optional-dependencies"]["test"], sep="\n")
+extras = project["optional-dependencies"]
+print(*project["dependencies"], *extras["test"], *extras["docs"], sep="\n")
 END
 echo "$jax" >> "$scratch/wanted.txt"
 "$python" -m venv "$scratch/venv"
