@@ -129,7 +129,7 @@ class Compiled:
             What the step returns, and the measured run.
         """
         tables = self._enter(args)
-        watcher = Watcher()
+        watcher = Watcher(self._program)
         self._launch(tables, watcher.watch)
         measured = watcher.finish()
         return self._leave(tables), measured

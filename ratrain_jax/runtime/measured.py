@@ -8,18 +8,26 @@ next op will use up, a tiny program reads one element of it first; so a measured
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ratrain_jax import compat
-from ratrain_jax.lowering.program import Op
+from ratrain_jax.lowering.program import Op, Program
 from ratrain_jax.runtime.instructions import LINK, THREAD_OF, Bundle, Instruction
 from ratrain_jax.stacked_leaf import StackedLeaf
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ratrain_jax.simulation.timeline import Timeline
+    from ratrain_jax.views.chart import Chart
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,15 +45,17 @@ class MeasuredOp:
     end: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class MeasuredRun:
     """One step as it ran.
 
     Attributes:
+        program: what ran.
         ops: every op but frees, by start.
         seconds: until the last op ended.
     """
 
+    program: Program
     ops: tuple[MeasuredOp, ...]
     seconds: float
 
@@ -53,14 +63,38 @@ class MeasuredRun:
         """The ops of one kind."""
         return [measured for measured in self.ops if type(measured.op) is kind]
 
+    @functools.cached_property
+    def chart(self) -> Chart:
+        """What pictures of the step are drawn from: bars by lane, arrows, bytes over time."""
+        from ratrain_jax.views.chart import measured_chart
+
+        return measured_chart(self)
+
+    def plot(self, *others: Timeline | MeasuredRun) -> Figure:
+        """Draws the step, lane by lane, with the bytes of each stage; others below on the same time axis."""
+        from ratrain_jax.views.picture import draw
+
+        return draw([self.chart, *(other.chart for other in others)])
+
+    def to_perfetto(self, path: str | os.PathLike[str], *others: Timeline | MeasuredRun) -> None:
+        """Writes the step as a trace that https://ui.perfetto.dev opens; others beside it on the same time axis."""
+        from ratrain_jax.views.perfetto import write_trace
+
+        write_trace(path, [self.chart, *(other.chart for other in others)])
+
     def __repr__(self) -> str:
         return f"<MeasuredRun {len(self.ops)} ops in {self.seconds * 1e3:.1f} ms>"
 
 
 class Watcher:
-    """Collects the ends of ops while a step runs. Use `watch` as the runtime's hook, then `finish`."""
+    """Collects the ends of ops while a step runs. Use `watch` as the runtime's hook, then `finish`.
 
-    def __init__(self) -> None:
+    Args:
+        program: what runs.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
         self._start = time.perf_counter()
         self._queues: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
@@ -110,7 +144,7 @@ class Watcher:
             born.update((value, end) for value in op.writes)
             ops.append(MeasuredOp(op, start, end))
         ops.sort(key=lambda measured: measured.start)
-        return MeasuredRun(tuple(ops), max((m.end for m in ops), default=0.0))
+        return MeasuredRun(self._program, tuple(ops), max((m.end for m in ops), default=0.0))
 
 
 def _shards(made: Sequence[Bundle]) -> Sequence[Any]:

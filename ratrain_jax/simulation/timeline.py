@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +16,13 @@ from ratrain_jax.simulation.breakdown import Breakdown, body_ends, break_down
 from ratrain_jax.simulation.causes import Causes
 from ratrain_jax.simulation.program_tasks import ProgramTasks
 from ratrain_jax.simulation.tasks import PORTS, Port, Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ratrain_jax.planning.plan import Plan
+    from ratrain_jax.runtime.measured import MeasuredRun
+    from ratrain_jax.views.chart import Chart
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,6 +168,55 @@ class Timeline:
             float(self.run.start[again]) - end
             for (_, again), end in zip(self.made.entered, ends, strict=True)
         )
+
+    @functools.cached_property
+    def chart(self) -> Chart:
+        """What pictures of the step are drawn from: bars by lane, arrows, bytes over time."""
+        from ratrain_jax.views.chart import timeline_chart
+
+        return timeline_chart(self)
+
+    def plot(self, *others: Timeline | MeasuredRun) -> Figure:
+        """Draws the step, lane by lane, with the bytes of each stage.
+
+        Args:
+            others: more steps, simulated or measured, drawn below on the same time axis.
+
+        Returns:
+            The figure; `figure.savefig("step.png")` writes it.
+        """
+        from ratrain_jax.views.picture import draw
+
+        return draw([self.chart, *(other.chart for other in others)])
+
+    def to_perfetto(self, path: str | os.PathLike[str], *others: Timeline | MeasuredRun) -> None:
+        """Writes the step as a trace that https://ui.perfetto.dev opens.
+
+        Args:
+            path: where to; the usual ending is `.json`.
+            others: more steps, simulated or measured, beside it on the same time axis.
+        """
+        from ratrain_jax.views.perfetto import write_trace
+
+        write_trace(path, [self.chart, *(other.chart for other in others)])
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        plan: Plan | None = None,
+        measured: MeasuredRun | None = None,
+    ) -> None:
+        """Writes all there is to see of the step as one HTML file, which opens without a network.
+
+        Args:
+            path: where to; the usual ending is `.html`.
+            plan: the plan it is from, for its assumptions and what was not taken.
+            measured: the step as it ran, to be compared.
+        """
+        from ratrain_jax.views.report import write_report
+
+        write_report(path, self, plan=plan, measured=measured)
 
     @functools.cached_property
     def _causes(self) -> Causes:

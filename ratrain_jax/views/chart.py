@@ -118,8 +118,9 @@ def timeline_chart(timeline: Timeline) -> Chart:
     return _chart(title, program, ran, again, limits, measured=False)
 
 
-def measured_chart(program: Program, run: MeasuredRun) -> Chart:
+def measured_chart(run: MeasuredRun) -> Chart:
     """The chart of a step that ran."""
+    program = run.program
     ran = [(m.op, m.start, m.end) for m in run.ops]
     limits = program.settings.memory_limit or [None] * len(program.order)
     title = f"{_settings(program)}, measured: {run.seconds:.4g} s"

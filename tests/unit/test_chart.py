@@ -7,7 +7,6 @@ import pytest
 import ratrain_jax as rt
 from ratrain_jax.lowering.memory import memory_analysis
 from ratrain_jax.lowering.program import Forward, Lane, PrefetchView
-from ratrain_jax.views.chart import timeline_chart
 
 
 def _step(**settings):
@@ -33,7 +32,7 @@ def timeline(request):
 
 
 def test_every_op_is_a_bar_in_each_of_its_stages(timeline):
-    chart = timeline_chart(timeline)
+    chart = timeline.chart
     shown = sorted((bar.stage, bar.start, str(bar.op)) for bar in chart.bars if not bar.next_step)
     wanted = sorted((s, e.start, str(e.op)) for e in timeline.events for s in e.op.stages)
     assert shown == wanted
@@ -42,7 +41,7 @@ def test_every_op_is_a_bar_in_each_of_its_stages(timeline):
 
 
 def test_exposed_and_hidden_communication_are_the_timelines(timeline):
-    chart = timeline_chart(timeline)
+    chart = timeline.chart
     for stage, (exposed, _) in enumerate(timeline.communication):
         bars = [b for b in chart.bars if b.stage == stage and b.lane == Lane.LINK]
         # Sends in and out run at once, so what is exposed twice over counts once in the timeline.
@@ -51,7 +50,7 @@ def test_exposed_and_hidden_communication_are_the_timelines(timeline):
 
 
 def test_arrows_lead_from_gathers_to_the_forward_that_reads_the_view(timeline):
-    chart = timeline_chart(timeline)
+    chart = timeline.chart
     assert len(chart.arrows) == 2
     for source, target in chart.arrows:
         gather, forward = chart.bars[source], chart.bars[target]
@@ -65,7 +64,7 @@ def test_arrows_lead_from_gathers_to_the_forward_that_reads_the_view(timeline):
 def test_bytes_end_with_the_outputs_and_peak_near_the_analysis(timeline):
     program = timeline.program
     bounds = memory_analysis(program).peaks
-    for curve, bound in zip(timeline_chart(timeline).memory, bounds, strict=True):
+    for curve, bound in zip(timeline.chart.memory, bounds, strict=True):
         assert curve.times[0] == 0
         assert (curve.times[1:] > curve.times[:-1]).all()
         assert curve.total[-1] == _bytes(program, curve.stage, program.outputs)
@@ -80,6 +79,6 @@ def _bytes(program, stage, ids):
 
 def test_without_lookahead_gathers_unblock_forwards_of_their_own_step():
     timeline = rt.simulate(_step(schedule="1f1b", update_prefetch=False), "a100")
-    chart = timeline_chart(timeline)
+    chart = timeline.chart
     assert chart.arrows
     assert not any(chart.bars[target].next_step for _, target in chart.arrows)
