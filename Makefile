@@ -1,5 +1,5 @@
 # Everything a person or CI runs. Each target makes its own virtual environment first.
-#   make demo | test | test-slow | test-all | lint | format | bench | lock | clean
+#   make demo | test | test-slow | test-all | lint | format | bench | docs | lock | clean
 # PYTHON=... names the interpreter for a new environment, VENV=... its folder.
 
 VENV ?= .venv
@@ -11,7 +11,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format bench lock clean
+.PHONY: help demo test test-slow test-all lint format bench docs lock clean
 
 help:
 	@sed -n '2,3s/^# *//p' Makefile
@@ -72,10 +72,15 @@ format: $(VENV)/.installed
 bench: $(VENV)/.installed
 	@set -e; for file in benchmarks/bench_*.py benchmarks/kernels_*.py; do echo "== $$file"; $(in_venv) "$$file"; done
 
+# Strictly: a broken link, or a name that the API pages do not find, ends the build.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(in_venv) -m mkdocs build --quiet --strict
+	@echo "Open site/index.html"
+
 lock:
 	requirements/lock.sh $$($(find_python) 11) requirements/py311.txt 'jax>=0.10.2,<0.11'
 	requirements/lock.sh $$($(find_python) 12) requirements/py312.txt 'jax>=0.12,<0.13'
 
 clean:
-	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
