@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ratrain_jax.planning.plan import Plan
     from ratrain_jax.runtime.measured import MeasuredRun
     from ratrain_jax.views.chart import Chart
+    from ratrain_jax.views.comparison import Comparison
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,6 +218,19 @@ class Timeline:
         from ratrain_jax.views.report import write_report
 
         write_report(path, self, plan=plan, measured=measured)
+
+    def compare(self, measured: MeasuredRun) -> Comparison:
+        """This step beside the same step as it ran, by kind of op; `print` shows a table.
+
+        Args:
+            measured: the step as it ran, from `compiled.trace`.
+
+        Raises:
+            SimulationError: another program ran; the message says in what they differ.
+        """
+        from ratrain_jax.views.comparison import compare
+
+        return compare(self, measured)
 
     @functools.cached_property
     def _causes(self) -> Causes:
