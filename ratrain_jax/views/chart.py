@@ -95,6 +95,7 @@ class Chart:
         memory: bytes of each stage over time.
         seconds: until the last bar of this step ends.
         measured: whether it ran, rather than being simulated.
+        subtitle: where its time goes, in one line; empty if not known.
     """
 
     title: str
@@ -104,6 +105,7 @@ class Chart:
     memory: tuple[MemoryCurve, ...]
     seconds: float
     measured: bool
+    subtitle: str = ""
 
 
 def timeline_chart(timeline: Timeline) -> Chart:
@@ -115,7 +117,8 @@ def timeline_chart(timeline: Timeline) -> Chart:
     ]
     limits = program.settings.memory_limit or [timeline.machine.usable_bytes] * len(program.order)
     title = f"{_settings(program)} on {timeline.machine.name}: {timeline.step_seconds:.4g} s"
-    return _chart(title, program, ran, again, limits, measured=False)
+    chart = _chart(title, program, ran, again, limits, measured=False)
+    return dataclasses.replace(chart, subtitle=str(timeline.breakdown))
 
 
 def measured_chart(run: MeasuredRun) -> Chart:
