@@ -129,7 +129,8 @@ class Compiled:
             What the step returns, and the measured run.
         """
         tables = self._enter(args)
-        watcher = Watcher(self._program)
+        devices = [[device.id for device in group.devices] for group in self._groups]
+        watcher = Watcher(self._program, devices)
         self._launch(tables, watcher.watch)
         measured = watcher.finish()
         return self._leave(tables), measured

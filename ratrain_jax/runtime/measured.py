@@ -1,8 +1,10 @@
 """Measures when each op of a running step started and ended.
 
-Launching is asynchronous, so an op's end is when what it made is ready, seen by a thread a stage and lane. Its start is the
-latest of: its launch, the end of what made its inputs, and the end of the op before it in its lane. To see an array that the
-next op will use up, a tiny program reads one element of it first; so a measured step is a little slower than others.
+Launching is asynchronous, so an op's end on a device is when what it made there is ready, seen by a thread a stage and lane. Its
+start is the latest of: its launch, the end of what made its inputs, and the end of the op before it in its lane. To see an
+array that the next op will use up, a tiny program reads one element of it first; so a measured step is a little slower
+than others. A device that is through while the thread waits for another of its stage is seen when that one is: a thread
+a device would slow small steps down to half their speed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,18 +33,40 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DeviceTime:
+    """When an op ran on one device.
+
+    Attributes:
+        stage: whose device.
+        rank: which one of the stage's.
+        device: its id.
+        start: seconds from the start of the step.
+        end: likewise.
+    """
+
+    stage: int
+    rank: int
+    device: int
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredOp:
     """One op as it ran.
 
     Attributes:
         op: the op.
         start: seconds from the start of the step.
-        end: seconds from the start of the step.
+        end: seconds from the start of the step, on the last device.
+        devices: when it ran on each device of each of its stages. A transfer is seen where it arrives, and has the same
+            times where it comes from.
     """
 
     op: Op
     start: float
     end: float
+    devices: tuple[DeviceTime, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,29 +115,44 @@ class Watcher:
 
     Args:
         program: what runs.
+        devices: ids of each stage's devices, in rank order.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, devices: Sequence[Sequence[int]]) -> None:
         self._program = program
+        self._devices = devices
         self._start = time.perf_counter()
         self._queues: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
-        self._ends: dict[int, float] = {}
-        self._records: list[tuple[tuple[int, int], Op, int, float]] = []
+        self._records: list[_Record] = []
         self._lock = threading.Lock()
 
     def watch(self, instruction: Instruction, made: Sequence[Bundle]) -> None:
         """Notes a launch."""
         launched = time.perf_counter() - self._start
-        op = instruction.op
-        lane = (THREAD_OF.get(type(op), LINK), op.stages[-1])
-        marks = [_mark(shard.data) for shard in _shards(made)]
+        lane = (THREAD_OF.get(type(instruction.op), LINK), instruction.op.stages[-1])
+        marks = self._marks(instruction.op, made)
+        record = _Record(instruction.op, lane[0], launched, {})
         with self._lock:
-            number = len(self._records)
-            self._records.append((lane, op, number, launched))
+            self._records.append(record)
             if lane not in self._queues:
                 self._open(lane)
-        self._queues[lane].put((number, marks))
+        self._queues[lane].put((record, marks))
+
+    def _marks(self, op: Op, made: Sequence[Bundle]) -> dict[_Place, Any]:
+        """For each device that made something, an array that is ready once it has."""
+        found: dict[_Place, Any] = {}
+        seen: set[int] = set()
+        for value, bundle in zip(op.writes, made, strict=True):
+            stage = self._program.values[value].stage
+            array = next((a for a in bundle if not compat.is_extended(a.dtype)), None)
+            if stage in seen or array is None:
+                continue
+            seen.add(stage)
+            ranks = {device: rank for rank, device in enumerate(self._devices[stage])}
+            for shard in array.addressable_shards:
+                found[stage, ranks[shard.device.id]] = _mark(shard.data)
+        return found
 
     def _open(self, lane: tuple[int, int]) -> None:
         self._queues[lane] = queue.SimpleQueue()
@@ -123,9 +162,14 @@ class Watcher:
 
     def _wait(self, items: queue.SimpleQueue[Any]) -> None:
         while (item := items.get()) is not None:
-            number, marks = item
-            jax.block_until_ready(marks)
-            self._ends[number] = time.perf_counter() - self._start
+            record, marks = item
+            while marks:
+                # Only those that are ready count now, lest one device is taken to end no sooner than another.
+                for place in [place for place, mark in marks.items() if mark.is_ready()]:
+                    record.ends[place] = time.perf_counter() - self._start
+                    del marks[place]
+                if marks:
+                    next(iter(marks.values())).block_until_ready()
 
     def finish(self) -> MeasuredRun:
         """Waits for the step to end and gives what was seen."""
@@ -133,27 +177,62 @@ class Watcher:
             items.put(None)
         for thread in self._threads:
             thread.join()
-        born: dict[int, float] = {}
-        before: dict[tuple[int, int], float] = {}
-        ops = []
-        for lane, op, number, launched in self._records:
-            end = self._ends[number]
-            ready = max((born.get(v, 0.0) for v in (*op.reads, *op.waits)), default=0.0)
-            start = min(max(launched, ready, before.get(lane, 0.0)), end)
-            before[lane] = end
-            born.update((value, end) for value in op.writes)
-            ops.append(MeasuredOp(op, start, end))
-        ops.sort(key=lambda measured: measured.start)
+        clock = _Clock(self._devices)
+        ops = sorted(map(clock.measured, self._records), key=lambda measured: measured.start)
         return MeasuredRun(self._program, tuple(ops), max((m.end for m in ops), default=0.0))
 
 
-def _shards(made: Sequence[Bundle]) -> Sequence[Any]:
-    """The shards of one array of what an op made."""
-    for bundle in made:
-        for array in bundle:
-            if not compat.is_extended(array.dtype):
-                return array.addressable_shards
-    return ()
+_Place = tuple[int, int]
+"""A stage and a rank."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Record:
+    """One launch: the op, the thread that launched it and when, and when each device had made what it writes."""
+
+    op: Op
+    thread: int
+    launched: float
+    ends: dict[_Place, float]
+
+
+class _Clock:
+    """Gives ops their starts, one after the other, in the order of their launches."""
+
+    def __init__(self, devices: Sequence[Sequence[int]]) -> None:
+        self._devices = devices
+        self._born: dict[int, dict[int, float]] = {}  # by value and rank
+        self._before: dict[tuple[int, _Place], float] = {}
+
+    def measured(self, record: _Record) -> MeasuredOp:
+        """When an op ran, as a whole and on each device."""
+        op, last = record.op, record.op.stages[-1]
+        ranks = range(len(self._devices[last]))
+        # What makes nothing that can be seen is taken to end at once.
+        seen = record.ends or {(last, r): self._ready(record, (last, r)) for r in ranks}
+        began = {place: min(self._ready(record, place), end) for place, end in seen.items()}
+        started = min(max(self._ready(record, (last, r)) for r in ranks), max(seen.values()))
+        for place, end in seen.items():
+            self._before[record.thread, place] = end
+        times = []
+        for stage in op.stages:
+            for rank, device in enumerate(self._devices[stage]):
+                place = (stage, rank) if (stage, rank) in seen else _counterpart(rank, seen)
+                times.append(DeviceTime(stage, rank, device, began[place], seen[place]))
+        for value in op.writes:
+            self._born[value] = {rank: end for (_, rank), end in seen.items()}
+        return MeasuredOp(op, started, max(seen.values()), tuple(times))
+
+    def _ready(self, record: _Record, place: _Place) -> float:
+        """The earliest moment at which an op can start on a device."""
+        inputs = (self._born[v] for v in (*record.op.reads, *record.op.waits) if v in self._born)
+        born = (ends.get(place[1], max(ends.values())) for ends in inputs)
+        return max(record.launched, self._before.get((record.thread, place), 0.0), *born, 0.0)
+
+
+def _counterpart(rank: int, seen: Mapping[_Place, float]) -> _Place:
+    """The device on which an op was seen that works for a rank of another stage."""
+    return next((place for place in seen if place[1] == rank), next(iter(seen)))
 
 
 @jax.jit
