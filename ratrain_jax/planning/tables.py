@@ -82,11 +82,12 @@ def _why_not(entries: tuple[WhyNot, ...]) -> str:
     table.add_column("best of the kind", justify="right", no_wrap=True)
     table.add_column("because of", overflow="ellipsis", no_wrap=True)
     for entry in entries:
-        table.add_row(entry.kind, _verdict(entry), entry.term)
+        table.add_row(entry.kind, verdict(entry), entry.term)
     return render(table)
 
 
-def _verdict(entry: WhyNot) -> str:
+def verdict(entry: WhyNot) -> str:
+    """How the best of a kind stands beside the plan taken, in few words."""
     if entry.short:
         return f"{readable_bytes(entry.short)} too much"
     if entry.slower is None:
