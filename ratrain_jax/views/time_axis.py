@@ -1,0 +1,95 @@
+"""From seconds to places along the picture, with folds cut out and a gutter in place of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ratrain_jax.views.folding import Fold
+
+GUTTER: Final = 0.42
+"""Inches of a fold."""
+
+TICK_INCHES: Final = 0.9
+"""About how far apart ticks are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TimeAxis:
+    """A time axis that shows some spans and leaves out what is between.
+
+    Attributes:
+        starts: when the spans that are shown start, in seconds.
+        ends: when they end.
+        places: inches at which they start.
+        inches: inches of the whole axis.
+        inch: seconds of an inch.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+    places: np.ndarray
+    inches: float
+    inch: float
+
+    @classmethod
+    def of(cls, seconds: float, folds: Sequence[Fold], inches: float) -> TimeAxis:
+        """An axis of so many inches.
+
+        Args:
+            seconds: when it ends.
+            folds: what it leaves out.
+            inches: how wide it is.
+        """
+        starts = np.array([0.0, *(fold.end for fold in folds)])
+        ends = np.array([*(fold.start for fold in folds), seconds])
+        shown = float((ends - starts).sum())
+        inch = (shown or 1.0) / (inches - GUTTER * len(folds))
+        before = np.append(0.0, np.cumsum((ends - starts) / inch + GUTTER)[:-1])
+        return cls(starts, ends, before, inches, inch)
+
+    def pieces(
+        self, starts: Sequence[float] | np.ndarray, ends: Sequence[float] | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What is seen of spans.
+
+        Args:
+            starts: when they start, in seconds.
+            ends: when they end.
+
+        Returns:
+            Of each piece that is seen: which span it is of, and the inches where it starts and ends.
+        """
+        first, last = np.asarray(starts, float)[:, None], np.asarray(ends, float)[:, None]
+        reaches = (last > self.starts) | ((first == last) & (first >= self.starts))
+        which, shown = np.nonzero(reaches & (first < self.ends))
+        left = np.maximum(first[which, 0], self.starts[shown]) - self.starts[shown]
+        right = np.minimum(last[which, 0], self.ends[shown]) - self.starts[shown]
+        base = self.places[shown]
+        return which, base + left / self.inch, base + right / self.inch
+
+    def place(self, seconds: float) -> float | None:
+        """The inches of a moment; None if it is left out."""
+        shown = int(np.searchsorted(self.starts, seconds, side="right")) - 1
+        if shown < 0 or seconds > self.ends[shown]:
+            return None
+        return float(self.places[shown] + (seconds - self.starts[shown]) / self.inch)
+
+    def gutters(self) -> list[tuple[float, float]]:
+        """Inches where each fold's gutter starts and ends."""
+        ends = self.places + (self.ends - self.starts) / self.inch
+        return [(float(end), float(end) + GUTTER) for end in ends[:-1]]
+
+    def ticks(self) -> list[tuple[float, float]]:
+        """Round moments, each as seconds and inches, none of them close to a gutter."""
+        wanted = TICK_INCHES * self.inch
+        power = 10.0 ** np.floor(np.log10(wanted))
+        step = power * next(round_ for round_ in (1, 2, 5, 10) if round_ * power >= wanted * 0.999)
+        found = []
+        for start, end, place in zip(self.starts, self.ends, self.places, strict=True):
+            for count in range(int(np.ceil(start / step - 1e-9)), int(end / step + 1e-9) + 1):
+                found.append((count * step, float(place + (count * step - start) / self.inch)))
+        return [tick for n, tick in enumerate(found) if n == 0 or tick[1] - found[n - 1][1] > 0.35]
