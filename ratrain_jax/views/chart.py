@@ -36,7 +36,7 @@ from ratrain_jax.lowering.program import (
 from ratrain_jax.views.memory_curve import MemoryCurve, memory_curves
 
 if TYPE_CHECKING:
-    from ratrain_jax.runtime.measured import MeasuredRun
+    from ratrain_jax.runtime.measured import DeviceTime, MeasuredRun
     from ratrain_jax.simulation.timeline import Timeline
 
 KINDS: Final[dict[type[Op], str]] = {
@@ -70,6 +70,7 @@ class Bar:
         end: likewise.
         exposed: seconds of a bar of the link lane in which the stage computes nothing; 0 for others.
         next_step: whether it belongs to the step after this one.
+        devices: when it ran on each device of the stage, in rank order; nothing for a simulated op.
     """
 
     op: Op
@@ -81,6 +82,7 @@ class Bar:
     end: float
     exposed: float = 0.0
     next_step: bool = False
+    devices: tuple[DeviceTime, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +129,13 @@ def measured_chart(run: MeasuredRun) -> Chart:
     ran = [(m.op, m.start, m.end) for m in run.ops]
     limits = program.settings.memory_limit or [None] * len(program.order)
     title = f"{_settings(program)}, measured: {run.seconds:.4g} s"
-    return _chart(title, program, ran, [], limits, measured=True)
+    chart = _chart(title, program, ran, [], limits, measured=True)
+    times = {m.op: m.devices for m in run.ops}
+    bars = (
+        dataclasses.replace(bar, devices=tuple(t for t in times[bar.op] if t.stage == bar.stage))
+        for bar in chart.bars
+    )
+    return dataclasses.replace(chart, bars=tuple(bars))
 
 
 def label_of(op: Op) -> str:
