@@ -1,5 +1,5 @@
 # Everything a person or CI runs. Each target makes its own virtual environment first.
-#   make demo | test | test-slow | test-all | lint | format | bench | docs | lock | clean
+#   make demo | test | test-slow | test-all | test-browser | lint | format | bench | docs | lock | clean
 # PYTHON=... names the interpreter for a new environment, VENV=... its folder.
 
 VENV ?= .venv
@@ -11,7 +11,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format bench docs lock clean
+.PHONY: help demo test test-slow test-all test-browser lint format bench docs lock clean
 
 help:
 	@sed -n '2,3s/^# *//p' Makefile
@@ -59,6 +59,10 @@ test-all:
 	    fi; \
 	done; \
 	[ $$ran = 1 ]
+
+# The report in a headless Chromium, which not everyone has; so `test` does without.
+test-browser: $(VENV)/.installed
+	$(in_venv) -m pytest tests/browser
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

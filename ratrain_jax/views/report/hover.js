@@ -1,5 +1,6 @@
 // Text of one field of a tooltip. `value` is the bar's number in a column, `format` says what is wanted of it.
 const seconds = (s) => {
+  if (s == 0) return "0 s"
   const [scale, unit] = s >= 1 ? [1, "s"] : s >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"]
   return `${Number((s * scale).toPrecision(7))} ${unit}`
 }

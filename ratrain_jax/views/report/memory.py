@@ -50,7 +50,7 @@ def memory_figure(chart: Chart, times: Range1d) -> tuple[Figure, Select]:
             step_mode="after", name=kind,
         )  # fmt: skip
         items[kind] = [area]
-    total = plot.step(x="x", y="total", source=shown, mode="after", line_width=1)
+    total = plot.step(x="x", y="total", source=shown, mode="after", line_width=1, name="total")
     limits = [[] if curve.limit is None else [curve.limit] for curve in chart.memory]
     limit = plot.hspan(y="y", source=ColumnDataSource({"y": limits[fullest]}), line_dash="dashed")
     tops = [_top(curve) for curve in chart.memory]
