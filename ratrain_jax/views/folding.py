@@ -19,14 +19,11 @@ import numpy as np
 from ratrain_jax.lowering.program import Lane
 from ratrain_jax.views.chart import Bar, Chart
 
-PERIODS_SHOWN: Final = 2
-"""Periods of a run that stay on each side of a fold."""
-
 FEWEST: Final = 3
 """Periods that are worth a fold."""
 
-UNEVEN: Final = 0.02
-"""By how much periods of one run may differ. Of measured steps they may by any amount."""
+UNEVEN: Final = 0.2
+"""By how much a period may differ from the next; lanes that slow each other down beat. Measured periods may at will."""
 
 Span = tuple[float, float]
 
@@ -77,12 +74,15 @@ def kept_stages(stages: int, most: int) -> tuple[int, ...]:
     return (*range(most // 2), *range(stages - most // 2, stages))
 
 
-def find_folds(charts: Sequence[Chart], kept: Sequence[Sequence[int]]) -> tuple[Fold, ...]:
+def find_folds(
+    charts: Sequence[Chart], kept: Sequence[Sequence[int]], beside: int
+) -> tuple[Fold, ...]:
     """Finds what can be left out of charts on one time axis.
 
     Args:
         charts: the charts.
         kept: of each, the stages that are drawn.
+        beside: periods of a run that stay on each side of a fold.
 
     Returns:
         The folds, by start; their counts are of the rows in order, chart by chart.
@@ -102,29 +102,29 @@ def find_folds(charts: Sequence[Chart], kept: Sequence[Sequence[int]]) -> tuple[
     folds: list[Fold] = []
     for span in common:
         start = max(span[0], folds[-1].end) if folds else span[0]
-        fold = _fold((start, span[1]), rows, runs)
-        folds += [fold] if fold is not None else []
+        cut = _cut((start, span[1]), runs, beside, longest)
+        if cut is not None:
+            counts = tuple(left_out(bars, *cut) for _, bars in rows)
+            folds.append(Fold(*cut, counts))
     return tuple(folds)
 
 
-def _fold(
-    span: Span, rows: Sequence[tuple[Chart, list[Bar]]], runs: Sequence[Sequence[_Run]]
-) -> Fold | None:
-    """The fold within a span in which all rows go on evenly; it is cut at periods of the slowest."""
+def _cut(span: Span, runs: Sequence[Sequence[_Run]], beside: int, longest: float) -> Span | None:
+    """What to leave out of a span in which all rows go on evenly: whole periods of the slowest run, or a common pause."""
     inside = [
         run for some in runs for run in some if run.span[0] <= span[0] and span[1] <= run.span[1]
     ]
     if not inside:
-        return None
+        start, end = span[0] + beside * longest, span[1] - beside * longest
+        bounded = np.isfinite(start) and np.isfinite(end)
+        return (start, end) if bounded and end - start > FEWEST * longest else None
     slowest = max(inside, key=lambda run: run.period)
-    near = 1e-6 * slowest.period
+    near = 1e-6 * slowest.period  # starts that are equal but for rounding are on one side
     starts = slowest.starts
     starts = starts[(starts >= span[0] - near) & (starts <= span[1] + near)]
-    if len(starts) <= 2 * PERIODS_SHOWN + FEWEST:
+    if len(starts) <= 2 * beside + FEWEST:
         return None
-    start, end = float(starts[PERIODS_SHOWN]), float(starts[-1 - PERIODS_SHOWN])
-    counts = tuple(left_out(bars, start - near, end - near) for _, bars in rows)
-    return Fold(start - near, end - near, counts)
+    return float(starts[beside]) - near, float(starts[-1 - beside]) - near
 
 
 def left_out(bars: Iterable[Bar], start: float, end: float) -> int:

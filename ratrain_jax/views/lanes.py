@@ -22,8 +22,12 @@ from ratrain_jax.views.time_axis import TimeAxis
 FONT_SIZES: Final = (7.0, 6.0, 5.0)
 """Of what is written in bars: the largest that fits."""
 
-HIDDEN: Final = 0.35
+HIDDEN: Final = 0.45
 """How much of a colour is left in hidden communication and in the next step's ops; the rest is white."""
+
+
+ARROW: Final = "#7A4F00"
+"""The colour of arrows: that of gathers, darker."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,8 +110,7 @@ def idle_spans(bars: Iterable[Bar]) -> tuple[np.ndarray, np.ndarray]:
 
 def _backgrounds(axes: Axes, bars: Sequence[Bar], rows: Sequence[Row], axis: TimeAxis) -> None:
     """Lanes that nothing runs in: grey up to the panel's last op."""
-    last = max((bar.end for bar in bars), default=0.0)
-    _, left, right = axis.pieces([0.0], [last])
+    _, left, right = axis.pieces([0.0], [max((bar.end for bar in bars), default=0.0)])
     for gid, lane, shade in (("idle", "compute", COLOURS["idle"]), ("link", "link", "#F8F8F8")):
         spans = np.array([getattr(row, lane) for row in rows]).repeat(len(left), axis=0)
         tiled = np.tile(left, len(rows)), np.tile(right, len(rows))
@@ -149,7 +152,9 @@ def _exposed(axes: Axes, bars: Sequence[Bar], of: Mapping[int, Row], axis: TimeA
         starts, ends, tops, bottoms = np.array(found).T
         which, left, right = axis.pieces(starts, ends)
         boxes = _boxes(left, right, tops[which], bottoms[which])
-        style = {"edgecolors": COLOURS["exposed"], "linewidths": 0.6}
+        # An outline as wide as its bar would hide the colour.
+        width = min(0.7, 72 * float(np.median(right - left)) / 6) if len(left) else 0.7
+        style = {"edgecolors": COLOURS["exposed"], "linewidths": width}
         _add(axes, boxes, f"exposed {kind}", COLOURS[kind], **style)
 
 
@@ -187,11 +192,11 @@ def _arrows(axes: Axes, chart: Chart, of: Mapping[int, Row], axis: TimeAxis) -> 
             lines.append([(left, row.link[0]), (left, below), (right, below)])
             heads.append((right, row.compute[1]))
     if lines:
-        made = LineCollection(lines, colors="#7A4F00", linewidths=0.7)
+        made = LineCollection(lines, colors=ARROW, linewidths=0.7)
         made.set_gid("arrows")
         axes.add_collection(made, autolim=False)
         along, down = np.array(sorted(set(heads))).T
-        axes.scatter(along, down + 0.025, s=9, marker="^", color="#7A4F00", linewidths=0, zorder=4)
+        axes.scatter(along, down + 0.025, s=9, marker="^", color=ARROW, linewidths=0, zorder=4)
 
 
 def _tails(axes: Axes, bars: Sequence[Bar], rows: Sequence[Row], axis: TimeAxis) -> None:

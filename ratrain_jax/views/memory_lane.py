@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,8 +19,10 @@ from ratrain_jax.views.time_axis import TimeAxis
 IN_SIGHT: Final = 1.6
 """A limit is drawn if it is at most so many times the highest peak, else it is only written down."""
 
-WRITTEN: Final = 0.08
+WRITTEN: Final = 0.05
 """The least share of the peak that is written down."""
+
+Line = list[tuple[float, float]]
 
 
 def bytes_in_sight(charts: Iterable[Chart]) -> float:
@@ -36,7 +38,7 @@ def draw_memory(
 ) -> None:
     """Draws the memory lanes of a panel, with their peaks written beside them.
 
-    Collections carry in their gid what they hold: `memory KIND`, `limit`.
+    Collections carry in their gid what they hold: `memory COLOUR`, `ground`, `limit`.
 
     Args:
         axes: the panel; both directions in inches, downwards growing.
@@ -45,78 +47,75 @@ def draw_memory(
         axis: the time axis.
         in_sight: bytes at the top of each lane.
     """
+    last = max((bar.end for bar in chart.bars), default=0.0)
+    _, left, right = axis.pieces([0.0], [last])
     areas: dict[str, list[np.ndarray]] = {}
-    limits = []
+    ground: list[Line] = []
+    limits: list[Line] = []
     for row in rows:
         curve = chart.memory[row.stage]
-        top, bottom = row.memory
-        scale = (bottom - top) / in_sight
-        for colour, lower, upper, places in _bands(curve, axis):
-            for piece in range(len(places)):
-                edge = np.concatenate([upper[piece], lower[piece][::-1]])
-                along = np.concatenate([places[piece], places[piece][::-1]])
-                areas.setdefault(colour, []).append(np.stack([along, bottom - scale * edge], 1))
-        if curve.limit and curve.limit <= in_sight:
-            limits.append(
-                [(0, bottom - scale * curve.limit), (axis.inches, bottom - scale * curve.limit)]
-            )
-        _peak(axes, curve, row, axis, scale)
-        axes.plot([0, axis.inches], [bottom, bottom], color="#999999", linewidth=0.5)
+        bottom = row.memory[1]
+        inch = in_sight / (bottom - row.memory[0])
+        for colour, along, lower, upper in _bands(curve, axis, last):
+            down = bottom - np.concatenate([upper, lower[::-1]]) / inch
+            edge = np.stack([np.concatenate([along, along[::-1]]), down], 1)
+            areas.setdefault(colour, []).append(edge)
+        for size, lines in ((0, ground), (curve.limit, limits)):
+            if size is not None and size <= in_sight:
+                down = bottom - size / inch
+                lines += [[(a, down), (b, down)] for a, b in zip(left, right, strict=True)]
+        _peak(axes, curve, row, axis, bottom - float(curve.total[curve.peak]) / inch)
     for colour, found in areas.items():
         made = PolyCollection(found, facecolors=colour, linewidths=0)
         made.set_gid(f"memory {colour}")
         axes.add_collection(made, autolim=False)
-    if limits:
-        made = LineCollection(limits, colors="black", linewidths=0.8, linestyles="--")
-        made.set_gid("limit")
+    _lines(axes, ground, "ground", colors="#777777", linewidths=0.5)
+    _lines(axes, limits, "limit", colors="black", linewidths=0.8, linestyles="--")
+
+
+def _lines(axes: Axes, lines: Sequence[Line], gid: str, **style: Any) -> None:
+    if lines:
+        made = LineCollection(lines, **style)
+        made.set_gid(gid)
         axes.add_collection(made, autolim=False)
 
 
 def _bands(
-    curve: MemoryCurve, axis: TimeAxis
-) -> Iterable[tuple[str, list[np.ndarray], list[np.ndarray], list[np.ndarray]]]:
-    """For each colour, lower and upper bytes and inches along each shown span, as corners of steps."""
-    spans = []
-    for start, end, place in zip(axis.starts, axis.ends, axis.places, strict=True):
-        inner = (curve.times > start) & (curve.times < end)
-        first = max(int(np.searchsorted(curve.times, start, side="right")) - 1, 0)
-        picked = np.append(first, np.flatnonzero(inner))
-        times = np.append(start, curve.times[inner])
-        along = place + (np.append(np.repeat(times, 2)[1:], end) - start) / axis.inch
-        spans.append((np.repeat(picked, 2), along))
-    total = np.zeros(len(curve.times))
+    curve: MemoryCurve, axis: TimeAxis, last: float
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+    """For each colour and shown span: inches along, lower and upper bytes, at the corners of the steps."""
     by_colour: dict[str, np.ndarray] = {}
     for kind, sizes in curve.by_kind.items():
         by_colour[MEMORY[kind]] = by_colour.get(MEMORY[kind], 0) + sizes
-    for colour in dict.fromkeys(MEMORY.values()):
-        if colour in by_colour:
-            lower, total = total, total + by_colour[colour]
-            yield (
-                colour,
-                [lower[picked] for picked, _ in spans],
-                [total[picked] for picked, _ in spans],
-                [along for _, along in spans],
-            )
+    for start, end, place in zip(axis.starts, axis.ends, axis.places, strict=True):
+        if last <= start:
+            return
+        inner = (curve.times > start) & (curve.times < min(end, last))
+        first = max(int(np.searchsorted(curve.times, start, side="right")) - 1, 0)
+        steps = np.repeat(np.append(first, np.flatnonzero(inner)), 2)
+        corners = np.repeat(np.append(start, curve.times[inner]), 2)[1:]
+        along = place + (np.append(corners, min(end, last)) - start) / axis.inch
+        upper = np.zeros(len(along))
+        for colour in dict.fromkeys(MEMORY.values()):
+            if colour in by_colour:
+                lower, upper = upper, upper + by_colour[colour][steps]
+                yield colour, along, lower, upper
 
 
-def _peak(axes: Axes, curve: MemoryCurve, row: Row, axis: TimeAxis, scale: float) -> None:
-    """A mark at the peak, and what is resident then."""
-    peak, total = curve.peak, curve.total
-    at = axis.place(float(curve.times[peak]))
+def _peak(axes: Axes, curve: MemoryCurve, row: Row, axis: TimeAxis, height: float) -> None:
+    """A mark at the peak, and beside the lane what is resident then."""
+    at = axis.place(float(curve.times[curve.peak]))
     if at is not None:
-        down = row.memory[1] - scale * float(total[peak])
-        axes.scatter([at], [down - 0.03], s=10, marker="v", color="black", linewidths=0, zorder=4)
-    lines = [f"peak {readable_bytes(int(total[peak]))}", *peak_shares(curve)]
+        mark = {"s": 10, "marker": "v", "color": "black", "linewidths": 0, "zorder": 4}
+        axes.scatter([at], [height - 0.03], **mark)
+    lines = peak_shares(curve)
     if curve.limit:
         lines.append(f"limit {readable_bytes(curve.limit)}")
-    axes.text(
-        axis.inches + 0.1,
-        (row.compute[0] + row.memory[1]) / 2,
-        "\n".join(lines),
-        fontsize=6.5,
-        va="center",
-        linespacing=1.25,
-    )
+    beside = axis.inches + 0.1
+    peak = f"peak {readable_bytes(int(curve.total[curve.peak]))}"
+    axes.text(beside, row.compute[0], peak, fontsize=7.5, weight="bold", va="top")
+    style = {"fontsize": 6.5, "color": "#333333", "linespacing": 1.2}
+    axes.text(beside, row.compute[0] + 0.15, "\n".join(lines), va="top", **style)
 
 
 def peak_shares(curve: MemoryCurve) -> list[str]:
@@ -124,4 +123,4 @@ def peak_shares(curve: MemoryCurve) -> list[str]:
     whole = int(curve.total[curve.peak]) or 1
     shares = {kind: float(sizes[curve.peak]) / whole for kind, sizes in curve.by_kind.items()}
     largest = sorted(shares, key=lambda kind: -shares[kind])
-    return [f"{kind} {shares[kind]:.0%}" for kind in largest[:4] if shares[kind] >= WRITTEN]
+    return [f"{kind} {100 * shares[kind]:.0f} %" for kind in largest[:4] if shares[kind] >= WRITTEN]

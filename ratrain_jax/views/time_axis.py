@@ -13,7 +13,7 @@ from ratrain_jax.views.folding import Fold
 GUTTER: Final = 0.42
 """Inches of a fold."""
 
-TICK_INCHES: Final = 0.9
+TICK_INCHES: Final = 0.6
 """About how far apart ticks are."""
 
 
@@ -93,3 +93,25 @@ class TimeAxis:
             for count in range(int(np.ceil(start / step - 1e-9)), int(end / step + 1e-9) + 1):
                 found.append((count * step, float(place + (count * step - start) / self.inch)))
         return [tick for n, tick in enumerate(found) if n == 0 or tick[1] - found[n - 1][1] > 0.35]
+
+
+def unit_of(seconds: float) -> tuple[str, float]:
+    """The unit in which so many seconds are at least 1, and how many of it a second is.
+
+    Example:
+        >>> unit_of(0.25), unit_of(90.0)
+        (('ms', 1000.0), ('s', 1.0))
+    """
+    units = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+    return next((unit for unit in units if seconds * unit[1] >= 1), ("ns", 1e9))
+
+
+def readable_seconds(seconds: float) -> str:
+    """Seconds in the unit that keeps the number at 1 or above.
+
+    Example:
+        >>> readable_seconds(0.01234), readable_seconds(71.0)
+        ('12.3 ms', '71 s')
+    """
+    name, factor = unit_of(seconds)
+    return f"{seconds * factor:.3g} {name}"
