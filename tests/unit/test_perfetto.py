@@ -11,7 +11,7 @@ import pytest
 
 import ratrain_jax as rt
 from ratrain_jax.lowering.program import Borrow, Forward, Free, Lane, PrefetchView, Send
-from ratrain_jax.runtime.measured import MeasuredOp, MeasuredRun
+from ratrain_jax.runtime.measured import MeasuredOp, MeasuredRun, _Clock, _Record
 from ratrain_jax.views.perfetto import write_trace
 from tests.programs import make_program
 
@@ -261,6 +261,19 @@ def test_ops_that_overlap_in_a_lane_stand_in_threads_of_their_own(timeline, tmp_
     assert "compute 2" in _threads(late).values()
 
 
+def test_a_flow_that_would_lead_back_in_time_ends_before(timeline, tmp_path):
+    """The thread that watches a transfer may be later than the one that watches what reads it."""
+    sends = [event for event in timeline.events if isinstance(event.op, Send)]
+    late = {event.op: 1.0 for event in sends[:2]}
+    ops = tuple(MeasuredOp(e.op, e.start, e.end + late.get(e.op, 0)) for e in timeline.events)
+    trace = _written(tmp_path / "late.json", MeasuredRun(timeline.program, ops, 2.0).chart)
+    assert faults(trace) == []
+    flows = collections.Counter(
+        e["id"] for e in trace["traceEvents"] if e["ph"] in "stf" and e["name"] == "transfer"
+    )
+    assert sum(count == 2 for count in flows.values()) >= 2
+
+
 def test_prediction_and_measurement_stand_side_by_side(timeline, tmp_path):
     path = tmp_path / "both.json"
     timeline.to_perfetto(path, _shifted(timeline, 2e-4), timeline)
@@ -325,6 +338,36 @@ def test_a_run_tells_when_each_op_ran_on_each_device(run):
                 [(t.start, t.end) for t in measured.devices if t.stage == s] for s in (0, 1)
             ]
             assert by_stage[0] == by_stage[1]
+
+
+def test_an_op_starts_when_launched_ready_and_the_one_before_is_through():
+    forwards = make_program(stages=1, block=8).order[0]
+    first, second = [op for op in forwards if isinstance(op, Forward)][:2]
+    value = first.writes[0]
+    second = dataclasses.replace(second, waits=(value,))
+    clock = _Clock([[7, 8]])
+    clock.measured(_Record(first, 0, 1.0, {(0, 0): 3.0, (0, 1): 5.0}))
+    # In the same lane, in another, behind a late launch, and seen before what it waits for.
+    for thread, launched, ends, starts in (
+        (1, 2.0, (9.0, 9.0), (3.0, 5.0)),
+        (0, 2.0, (10.0, 11.0), (3.0, 5.0)),
+        (0, 2.0, (12.0, 12.0), (10.0, 11.0)),
+        (0, 11.5, (13.0, 14.0), (12.0, 12.0)),
+        (1, 11.5, (13.0, 14.0), (11.5, 11.5)),
+        (2, 2.0, (2.5, 6.0), (2.5, 5.0)),
+    ):
+        seen = {(0, rank): end for rank, end in enumerate(ends)}
+        measured = clock.measured(_Record(second, thread, launched, seen))
+        assert tuple(t.start for t in measured.devices) == starts
+        assert tuple(t.end for t in measured.devices) == ends
+        assert [t.device for t in measured.devices] == [7, 8]
+        assert (measured.start, measured.end) == (max(starts), max(ends))
+
+
+def test_what_makes_nothing_that_can_be_seen_ends_at_once():
+    op = dataclasses.replace(next(iter(make_program(stages=1).order[0])), writes=())
+    measured = _Clock([[7]]).measured(_Record(op, 0, 1.5, {}))
+    assert [(t.start, t.end) for t in measured.devices] == [(1.5, 1.5)]
 
 
 def test_ops_of_a_lane_follow_each_other_on_each_device(run):
