@@ -34,7 +34,8 @@ from ratrain_jax.lowering.program import (
 )
 
 _COMPUTE: Final = (Forward, Recover, Backward)
-_STATE: Final = (GradSync, UpdateShard, PrefetchView, Borrow, GlobalReduce)
+_OF_LAYERS: Final = (GradSync, UpdateShard, PrefetchView, Borrow)
+_STATE: Final = (*_OF_LAYERS, GlobalReduce)
 _LONGEST: Final = 96
 """Cells of a repeat that are looked for at most."""
 _LEAST: Final = 3
@@ -180,7 +181,7 @@ def _cell(program: Program, sizes: Counter[tuple[int, int]], blocks: Sequence[in
         return Cell(f"+{name}{{}}/{{}}", (op.layer, op.microbatch), kind)
     if isinstance(op, GlobalReduce):
         return Cell(f"+{name}{{}}", (op.phase,), kind)
-    if isinstance(op, _STATE):
+    if isinstance(op, _OF_LAYERS):
         layer = op.layer
         return (
             Cell(f"+{name}*", (), kind) if layer is None else Cell(f"+{name}{{}}", (layer,), kind)
