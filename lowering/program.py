@@ -468,7 +468,7 @@ class Settings:
         return self.schedule != "forward"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Program:
     """A whole step of all stages.
 
@@ -500,6 +500,19 @@ class Program:
         """Every op once, stage by stage (an op between stages with its `stage`)."""
         for stage, ops in enumerate(self.order):
             yield from (op for op in ops if op.stages[0] == stage)
+
+    def _repr_html_(self) -> str:
+        from .markup import program_html
+
+        return program_html(self)
+
+    def __repr__(self) -> str:
+        s = self.settings
+        ops = sum(1 for op in self.ops() if not isinstance(op, Free))
+        return (
+            f"<Program {len(self.layers)} layers in {s.stages} stages × {s.data_parallel},"
+            f" {s.microbatches} microbatches, {s.schedule}, zero={s.zero}: {ops} ops>"
+        )
 
 
 OP_TYPES: dict[str, type[Op]] = {

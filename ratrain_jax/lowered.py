@@ -137,6 +137,11 @@ class Lowered:
         with reporting(progress, "compiling") as report:
             return Compiled(self, compiler_options or {}, report)
 
+    def _repr_html_(self) -> str:
+        from ratrain_jax.views.notebook import lowered_html
+
+        return lowered_html(self)
+
     def __repr__(self) -> str:
         s = self.program.settings
         return (

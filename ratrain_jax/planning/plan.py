@@ -60,7 +60,7 @@ class PlannedStage:
     memory: StageMemory
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """How a step runs best on a machine, as far as it was searched; its `str` says why.
 
@@ -203,3 +203,11 @@ class Plan:
         from ratrain_jax.planning.tables import plan_text
 
         return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        from ratrain_jax.views.notebook import plan_html
+
+        return plan_html(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.configuration}: {self.step_seconds:.4g} s on {self.machine}>"

@@ -66,7 +66,7 @@ class MeasuredOp:
     op: Op
     start: float
     end: float
-    devices: tuple[DeviceTime, ...] = ()
+    devices: tuple[DeviceTime, ...] = dataclasses.field(default=(), repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -250,6 +250,11 @@ class Timeline:
     def __str__(self) -> str:
         return f"{self.breakdown}\npaced by stage {self.breakdown.stage} of {len(self.program.order)}, on {self.machine.name}"
 
+    def _repr_html_(self) -> str:
+        from ratrain_jax.views.notebook import timeline_html
+
+        return timeline_html(self)
+
     def __repr__(self) -> str:
         s: Any = self.program.settings
         return (
