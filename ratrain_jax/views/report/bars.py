@@ -53,7 +53,8 @@ class Entries:
         program: whose.
 
     Attributes:
-        rows: for each entry what it is, its layers, its bytes, its short name, and the layer that its label tells or -1.
+        rows: for each entry what it is, its layers, its bytes, its short name, and its layer or -1,
+            which its label tells where there is no microbatch.
     """
 
     def __init__(self, program: Program) -> None:
@@ -80,7 +81,7 @@ class Entries:
             moved = f"{readable_bytes(written)} sent"
         else:
             moved = f"{readable_bytes(read)} read, {readable_bytes(written)} written"
-        number = -1 if layer is None or hasattr(op, "microbatch") else layer
+        number = -1 if layer is None else layer
         return name_of(op), layers_of(self.program, op), moved, SHORT_NAMES[type(op)], number
 
 
@@ -125,7 +126,7 @@ def _columns(kind: str, bars: Sequence[Bar], entries: Entries) -> Columns:
         "x": np.array([bar.start for bar in bars], np.float64),
         "width": np.array([bar.end - bar.start for bar in bars], np.float64),
         "y": np.array([upper_edge(bar) for bar in bars], np.float32),
-        "exposed": np.array([bar.exposed for bar in bars], np.float64),
+        "exposed": np.array([exposed_of(bar) for bar in bars], np.float64),
         "op": np.array([entries.number(bar.op) for bar in bars], np.int32),
         "microbatch": np.array([_microbatch(bar.op) for bar in bars], np.int32),
     }
@@ -135,6 +136,11 @@ def _columns(kind: str, bars: Sequence[Bar], entries: Entries) -> Columns:
 def _microbatch(op: Op) -> int:
     number = getattr(op, "microbatch", None)
     return -1 if number is None else number
+
+
+def exposed_of(bar: Bar) -> float:
+    """Seconds of a bar that are exposed; what rounding leaves of a hidden one is nothing."""
+    return bar.exposed if bar.exposed > 1e-6 * (bar.end - bar.start) else 0.0
 
 
 def upper_edge(bar: Bar) -> float:
@@ -164,7 +170,7 @@ def exposed_spans(chart: Chart) -> dict[str, dict[str, np.ndarray]]:
     busy = [_busy(chart, stage) for stage in range(len(chart.program.order))]
     kinds: dict[str, list[tuple[float, float, float]]] = {}
     for bar in chart.bars:
-        if bar.lane == Lane.LINK and bar.exposed > 0:
+        if bar.lane == Lane.LINK and exposed_of(bar) > 0:
             edge = upper_edge(bar)
             some = kinds.setdefault(bar.kind, [])
             some += [(start, end - start, edge) for start, end in _idle(bar, *busy[bar.stage])]
