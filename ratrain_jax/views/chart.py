@@ -187,9 +187,10 @@ def _exposed(bars: Sequence[Bar], stages: int) -> Iterable[Bar]:
             if bar.end > start:
                 times += [start, bar.end]
                 sums += [sums[-1], sums[-1] + bar.end - start]
+    done = [(np.array(times), np.array(sums)) for times, sums in busy]  # once, not for each bar
     for bar in bars:
         if bar.lane == Lane.LINK:
-            start, end = np.interp([bar.start, bar.end], *busy[bar.stage])
+            start, end = np.interp([bar.start, bar.end], *done[bar.stage])
             alone = max(0.0, bar.end - bar.start - float(end - start))
             yield dataclasses.replace(bar, exposed=alone)
         else:

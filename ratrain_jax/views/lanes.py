@@ -153,8 +153,8 @@ def _exposed(axes: Axes, bars: Sequence[Bar], of: Mapping[int, Row], axis: TimeA
         which, left, right = axis.pieces(starts, ends)
         boxes = _boxes(left, right, tops[which], bottoms[which])
         # An outline as wide as its bar would hide the colour.
-        width = min(0.7, 72 * float(np.median(right - left)) / 6) if len(left) else 0.7
-        style = {"edgecolors": COLOURS["exposed"], "linewidths": width}
+        widths = np.minimum(0.7, 72 * (right - left) / 6)
+        style = {"edgecolors": COLOURS["exposed"], "linewidths": widths}
         _add(axes, boxes, f"exposed {kind}", COLOURS[kind], **style)
 
 

@@ -88,6 +88,6 @@ def _bytes(charts: Sequence[Chart], in_sight: float, folded: bool) -> list[Artis
         style = {"color": "black", "marker": "v", "markersize": 3, "linestyle": "none"}
         handles.append(Line2D([], [], **style, label="peak"))
     if folded:
-        label = "× n: n more microbatches alike, not drawn"
-        handles.append(Line2D([], [], linestyle="none", label=label))
+        style = {"color": "black", "marker": "x", "markersize": 3.5, "linestyle": "none"}
+        handles.append(Line2D([], [], **style, label="n microbatches alike, not drawn"))
     return handles

@@ -27,7 +27,7 @@ from ratrain_jax.views.lanes import Row, draw_lanes
 from ratrain_jax.views.legend import add_legends
 from ratrain_jax.views.memory_lane import bytes_in_sight, draw_memory
 from ratrain_jax.views.overview import draw_overview
-from ratrain_jax.views.time_axis import TimeAxis, readable_seconds, unit_of
+from ratrain_jax.views.time_axis import GUTTER, TimeAxis, readable_seconds, unit_of
 
 WIDTH: Final = 13.0
 LEFT: Final = 0.85
@@ -36,6 +36,9 @@ TITLE: Final = 0.55
 BOTTOM: Final = 1.1
 STRIP: Final = 0.45
 """Inches: of the figure, its margins, the titles of a panel, the axis with the legends, and a strip."""
+
+INCHES: Final = WIDTH - LEFT - RIGHT
+"""Of the time axis."""
 
 MOST_ROWS: Final = {1: 8, 2: 6}
 """Stages of a panel that are drawn, by the number of panels; of more panels 4."""
@@ -117,9 +120,7 @@ def draw(charts: Sequence[Chart]) -> Figure:
 
 def _axes(figure: Figure, bottom: float, tall: float) -> Axes:
     width, height = figure.get_size_inches()
-    axes = figure.add_axes(
-        (LEFT / width, bottom / height, (width - LEFT - RIGHT) / width, tall / height)
-    )
+    axes = figure.add_axes((LEFT / width, bottom / height, INCHES / width, tall / height))
     axes.spines[:].set_visible(False)
     return axes
 
@@ -146,11 +147,17 @@ def _time_axis(
     folds: tuple[Fold, ...] = ()
     for beside in (None, 2, 1):
         if beside is not None:
-            folds = find_folds(charts, kept, beside)
-        axis = TimeAxis.of(seconds, folds, WIDTH - LEFT - RIGHT)
+            folds = _worthwhile(find_folds(charts, kept, beside), seconds)
+        axis = TimeAxis.of(seconds, folds, INCHES)
         if usual / axis.inch >= NARROW:
             break
     return axis, folds
+
+
+def _worthwhile(folds: tuple[Fold, ...], seconds: float) -> tuple[Fold, ...]:
+    """Without those that would hardly be wider than their gutter."""
+    inch = TimeAxis.of(seconds, folds, INCHES).inch
+    return tuple(fold for fold in folds if fold.end - fold.start > 2 * GUTTER * inch)
 
 
 def _numbered(bar: Bar) -> bool:

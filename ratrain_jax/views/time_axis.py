@@ -16,6 +16,9 @@ GUTTER: Final = 0.42
 TICK_INCHES: Final = 0.6
 """About how far apart ticks are."""
 
+TICK_GAP: Final = 0.33
+"""Inches between ticks at the least."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TimeAxis:
@@ -84,15 +87,21 @@ class TimeAxis:
         return [(float(end), float(end) + GUTTER) for end in ends[:-1]]
 
     def ticks(self) -> list[tuple[float, float]]:
-        """Round moments, each as seconds and inches, none of them close to a gutter."""
+        """Round moments, each as seconds and inches; some in every span that is shown and not narrow."""
         wanted = TICK_INCHES * self.inch
         power = 10.0 ** np.floor(np.log10(wanted))
-        step = power * next(round_ for round_ in (1, 2, 5, 10) if round_ * power >= wanted * 0.999)
-        found = []
+        step = power * next(part for part in (1, 2, 5, 10) if part * power >= wanted * 0.999)
+        found: list[tuple[float, float]] = []
         for start, end, place in zip(self.starts, self.ends, self.places, strict=True):
-            for count in range(int(np.ceil(start / step - 1e-9)), int(end / step + 1e-9) + 1):
-                found.append((count * step, float(place + (count * step - start) / self.inch)))
-        return [tick for n, tick in enumerate(found) if n == 0 or tick[1] - found[n - 1][1] > 0.35]
+            for finer in (step, step / 2, step / 5, step / 10):
+                counts = np.arange(np.ceil(start / finer - 1e-9), np.floor(end / finer + 1e-9) + 1)
+                if len(counts):
+                    break
+            ticks = [
+                (float(n * finer), float(place + (n * finer - start) / self.inch)) for n in counts
+            ]
+            found += [tick for tick in ticks if not found or tick[1] - found[-1][1] > TICK_GAP]
+        return found
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
