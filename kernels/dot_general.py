@@ -55,7 +55,7 @@ class Arithmetic:
 
     def __repr__(self) -> str:
         # Stands in jaxprs, and so in fingerprints: all that machine says, in a few letters.
-        digest = hashlib.sha256(repr(self.machine).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(repr(dataclasses.astuple(self.machine)).encode()).hexdigest()[:8]
         return f"<{self.machine.name}#{digest} {self.accumulator} {self.mode}>"
 
 

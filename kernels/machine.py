@@ -177,7 +177,7 @@ class Accelerator:
         return 2.0 * self.cores * self.fma_units * self.lanes(dtype_bytes) * self.clock
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Machine:
     """A described machine: one kind of device and the links between devices.
 
@@ -232,6 +232,10 @@ class Machine:
                 f"usable_bytes is {self.usable_bytes}, more than the {main.bytes} bytes of "
                 f"{main.name}; lower it or correct memories.{main.name}.bytes."
             )
+
+    def __repr__(self) -> str:
+        main, links = self.memories[-1], ", ".join(link.name for link in self.links)
+        return f"<Machine {self.name}: {main.bytes / 1e9:.4g} GB {main.name}, links {links}>"
 
     def _check_links(self) -> None:
         if not self.links:

@@ -55,7 +55,7 @@ class Unit:
     accumulators: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class StepCode:
     """The code of a step.
 
@@ -98,6 +98,9 @@ class StepCode:
     prologue_arguments: tuple[int, ...]
     routing: Routing | None = None
     stacks: StackMap | None = None
+
+    def __repr__(self) -> str:
+        return f"<StepCode {self.fingerprint}: {len(self.codes)} layers>"
 
     def axis(self, shape: Sequence[int]) -> int | None:
         """The axis along which an array of a layer's state is cut over the group."""

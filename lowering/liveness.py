@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from .program import Free, Kind, Program
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class StageSeries:
     """Bytes live on each device of one stage, op by op.
 
@@ -36,6 +36,9 @@ class StageSeries:
     after: Mapping[Kind, tuple[int, ...]]
     total_at: tuple[int, ...]
     total_after: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"<StageSeries of stage {self.stage}: {len(self.total_at)} ops>"
 
 
 def memory_series(program: Program) -> tuple[StageSeries, ...]:

@@ -32,12 +32,12 @@ class StageMemory:
     by_kind: Mapping[Kind, int]
     index: int | None
     op: Op | None
-    series: StageSeries
+    series: StageSeries = dataclasses.field(repr=False)
     temporaries: int | None = None
     peak_with_temporaries: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class MemoryAnalysis:
     """The memory that a program needs; its `str` is a table.
 
@@ -64,6 +64,10 @@ class MemoryAnalysis:
             for start in range(0, len(numbered), _STAGES_A_TABLE)
         )
         return "\n\n".join("\n".join(_table(band)) for band in bands)
+
+    def __repr__(self) -> str:
+        most = readable_bytes(max(self.peaks, default=0))
+        return f"<MemoryAnalysis of {len(self.stages)} stages: at most {most} a device>"
 
 
 def memory_analysis(

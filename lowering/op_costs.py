@@ -124,7 +124,7 @@ class OpCost:
     work: Work
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class LayerCost:
     """What one layer costs in a step.
 
@@ -137,6 +137,9 @@ class LayerCost:
     name: str
     stage: int
     ops: tuple[OpCost, ...]
+
+    def __repr__(self) -> str:
+        return f"<LayerCost {self.name} on stage {self.stage}: {self.work.seconds:.4g} s a step>"
 
     @property
     def work(self) -> Work:

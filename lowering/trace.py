@@ -7,7 +7,7 @@ import dataclasses
 from jax.extend import core as jex
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Trace:
     """A step, traced.
 
@@ -28,3 +28,7 @@ class Trace:
     state_out: tuple[int | None, ...]
     metrics_out: tuple[int, ...]
     where: str = ""
+
+    def __repr__(self) -> str:
+        equations = len(self.whole.jaxpr.eqns)
+        return f"<Trace of {self.where.strip() or 'a step'}: {len(self.names)} inputs, {equations} equations>"

@@ -38,7 +38,7 @@ def update_on_shards(code: StepCode, layer: int, phase: int) -> ShardProgram:
     return on_shards(closed, layouts, out, code.data_parallel, AXIS)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Unsharded:
     """What every device of a group holds or computes whole, although its layer is on shards.
 
@@ -67,6 +67,9 @@ class Unsharded:
                 [(n, f"{at}: {', '.join(names)}") for at, (n, names) in layers.items()]
             )
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Unsharded: {len(self.leaves)} leaves, {len(self.equations)} equations>"
 
 
 SHOWN = 6

@@ -15,7 +15,7 @@ from ratrain_jax.tables import render, wrapped
 _COLUMNS = ("layer", "op", "×", "FLOP", "DDR B", "link B", "s", "limit", "MAC", "all")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class CostAnalysis:
     """The cost of a step by layer and kind of op, on one device of each stage; its `str` is a table.
 
@@ -62,6 +62,10 @@ class CostAnalysis:
         for place, op in enumerate(self.by_kind):
             table.add_row("" if place else "all", *_row(op))
         return "\n".join([render(table), "", *self._notes()])
+
+    def __repr__(self) -> str:
+        flops = sum(op.work.flops for op in self.by_kind)
+        return f"<CostAnalysis on {self.machine.name}: {flops:.4g} FLOP a step>"
 
     def _notes(self) -> list[str]:
         lines = [f"{self.machine.name}, one step, each device of a stage"]

@@ -16,7 +16,7 @@ from ratrain_jax.options import Options
 from ratrain_jax.stacked_leaf import StackedLeaf, is_stacked_leaf
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Signature:
     """The trees and types of a step's arguments and results.
 
@@ -42,6 +42,10 @@ class Signature:
     def states(self) -> int:
         """How many leaves the state has."""
         return self.state.num_leaves
+
+    def __repr__(self) -> str:
+        others = len(self.avals) - self.states
+        return f"<Signature: {self.states} leaves of the state, {others} others>"
 
 
 def abstract(tree: Any) -> Any:

@@ -21,7 +21,7 @@ Buffers = set[tuple[int, int, int]]
 """Device, address and bytes of each."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class StageCensus:
     """Bytes alive on the first device of a stage, after each op of the stage's list.
 
@@ -39,8 +39,11 @@ class StageCensus:
         pairs = zip(self.predicted, self.counted, strict=True)
         return max(abs(a - b) for a, b in pairs) / max(self.predicted)
 
+    def __repr__(self) -> str:
+        return f"<StageCensus after {len(self.counted)} ops: at most {self.largest_difference:.2%} apart>"
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class MemoryCensus:
     """What was alive while a step ran. Scratch inside one op's executable is no array and is not counted.
 
@@ -62,6 +65,10 @@ class MemoryCensus:
             most = max(stage.predicted), max(stage.counted)
             lines.append(f"{f'stage {number}':<22}{most[0]:>14,}{most[1]:>14,}{apart:>9}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        apart = self.largest_difference
+        return f"<MemoryCensus of {len(self.stages)} stages: at most {apart:.2%} apart>"
 
 
 def take_census(step: Serial) -> MemoryCensus:

@@ -29,7 +29,7 @@ from ratrain_jax.lowering.program import (
 from ratrain_jax.simulation.tasks import Hold, Port, Tasks
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ProgramTasks:
     """The tasks of a program.
 
@@ -44,6 +44,9 @@ class ProgramTasks:
     ops: tuple[Op, ...]
     steps: int
     entered: tuple[tuple[int, int], ...]
+
+    def __repr__(self) -> str:
+        return f"<ProgramTasks: {self.steps} of a step, {len(self.ops) - self.steps} of the next>"
 
 
 def program_tasks(program: Program, seconds: Callable[[Op], float]) -> ProgramTasks:

@@ -103,7 +103,7 @@ def _numbers(holds: Iterable[Hold]) -> tuple[int, ...]:
     return tuple(device * PORTS + port for device, port in holds)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """When each task ran.
 
@@ -116,6 +116,9 @@ class Run:
     start: np.ndarray
     end: np.ndarray
     depth: np.ndarray
+
+    def __repr__(self) -> str:
+        return f"<Run of {len(self.start)} tasks: {self.last:.4g} s>"
 
     @property
     def rank(self) -> np.ndarray:
