@@ -80,7 +80,12 @@ def source_of(asked: Asked, step: Any) -> Source:
     places = [_argument(asked.state, home, "state")]
     places += [_argument(batch, home, "batch") for batch in asked.batch or (None,)]
     types = tuple(_types(name, place) for name, place in places)
-    return Source(step, types, lambda: tuple(_values(name, place) for name, place in places))
+
+    def values() -> tuple[Any, ...]:
+        made = (_values(name, place) for name, place in places)
+        return tuple(_like(tree, value) for tree, value in zip(types, made, strict=True))
+
+    return Source(step, types, values)
 
 
 def _module(name: str) -> ModuleType:
@@ -149,6 +154,15 @@ def _values(name: str, place: Any) -> Any:
             f"{name} holds types alone, and the step is to be run; give arrays, or a function that makes them."
         )
     return value
+
+
+def _like(types: Any, value: Any) -> Any:
+    """An argument in the very structure of its types: each call of a function makes static fields (an optimizer) anew."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(value)
+    wanted = jax.tree.structure(types)
+    return wanted.unflatten(leaves) if wanted.num_leaves == tree.num_leaves else value
 
 
 def _is_function(name: str, place: Any) -> bool:

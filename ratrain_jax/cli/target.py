@@ -168,7 +168,10 @@ def read_file(path: str) -> tuple[Program | None, Plan | None]:
     try:
         content = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ProgramFormatError(f"{path}: expected a program or a plan, found {error}.") from error
+        why = getattr(error, "strerror", None) or error
+        raise ProgramFormatError(
+            f"cannot read {path}: {why}; give a step as module:step, or a saved plan or program."
+        ) from error
     try:
         if not content.lstrip().startswith("{"):
             return text.parse(content), None

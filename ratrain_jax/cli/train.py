@@ -1,13 +1,14 @@
 """`ratrain train`.
 
 The run is written as JSON lines while it goes. The first has `format` (`ratrain-run`) and `version` (1), the model, what
-tokens are, and the settings; each of the others a step: `step`, `loss` (null if it is not finite), `seconds`,
-`tokens_per_second`, and `memory`, the most bytes so far of a device, or of the process where devices do not tell
-(`memory_of` of the first line says which).
+tokens are, and the settings; each of the others a step: `step`, `loss` (null if it is not finite), `seconds` and
+`tokens_per_second` (over the last ten steps, for steps overlap), and `memory`, the most bytes so far of a device, or of
+the process where devices do not tell (`memory_of` of the first line says which).
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -36,6 +37,10 @@ _LINES = 20
 """About how many steps are told of where there is no terminal."""
 
 
+_WINDOW = 10
+"""Steps over which speed is measured."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """A step that has run.
@@ -43,8 +48,8 @@ class Step:
     Attributes:
         step: its number, from 1.
         loss: of its batch.
-        seconds: since the step before.
-        tokens_per_second: in these.
+        seconds: of a step, over the last ten.
+        tokens_per_second: likewise.
         memory: the most bytes so far.
     """
 
@@ -194,7 +199,7 @@ def run(
     Yields:
         Each step, once it has ended.
     """
-    before = time.perf_counter()
+    ends = collections.deque([time.perf_counter()], maxlen=_WINDOW + 1)
     waiting: Any = None
     for number in range(1, steps + 2):
         ended = waiting
@@ -203,8 +208,8 @@ def run(
         if ended is None:
             continue
         loss = float(ended["loss"])
-        now = time.perf_counter()
-        taken, before = now - before, now
+        ends.append(time.perf_counter())
+        taken = (ends[-1] - ends[0]) / (len(ends) - 1)
         yield Step(number - 1, loss, taken, tokens / taken, memory(compiled.devices)[1])
 
 

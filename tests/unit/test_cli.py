@@ -1,12 +1,20 @@
 """The command line: what it prints, writes and refuses."""
 
 import json
+import os
+import subprocess
+import sys
+import textwrap
+import types
 
+import jax
 import pytest
 from click.testing import CliRunner
 
 import ratrain_jax as rt
 from ratrain_jax import cli
+from ratrain_jax.cli.text import passages, read_tokens
+from ratrain_jax.errors import OptionError
 
 SMALL = {
     "model_type": "llama",
@@ -18,6 +26,30 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 OPTIONS = ["--machine", "a100", "--clusters", "2", "--global-batch", "4", "--sequence", "32"]
+STEP = """
+    import jax, jax.numpy as jnp, ratrain_jax as rt
+
+    def plain(state, x):
+        def loss_fn(params):
+            return (jnp.tanh(x @ params["a"]) @ params["b"]).mean()
+        loss, grads = rt.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": loss}
+
+    step = rt.train_step(stages=2, microbatches=4, boundaries=("b",))(plain)
+    def make_state():
+        MADE.append("state")
+        return {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    MADE = []
+    batch = jax.ShapeDtypeStruct((8, 8), "float32")
+    def wide_batch():
+        return jnp.ones((16, 8))
+    def needs(argument):
+        return argument
+    lowered = step.lower(jax.eval_shape(make_state), batch)
+    program = lowered.program
+    plan = rt.plan(step, jax.eval_shape(make_state), batch, machine="generic", devices=2, global_batch=8)
+    number = 3
+"""
 
 
 @pytest.fixture
@@ -27,26 +59,60 @@ def config(tmp_path):
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    """A module with a step and all that goes with it; its path."""
+    path = tmp_path_factory.mktemp("user") / "user_step.py"
+    path.write_text(textwrap.dedent(STEP))
+    return str(path)
+
+
 def run(*arguments, capsys):
     """Exit code, standard output, standard error."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
+        cli.main(list(map(str, arguments)))
     return ended.value.code, *capsys.readouterr()
+
+
+def refused(*arguments, capsys):
+    """The one sentence that a command ends with."""
+    code, out, err = run(*arguments, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("ratrain: ") and err.count("\n") == 1
+    return err
+
+
+def done(*arguments, capsys):
+    """What a command prints."""
+    code, out, err = run(*arguments, capsys=capsys)
+    assert code == 0, err
+    return out
 
 
 def test_a_plan_of_a_hugging_face_config_is_printed_and_written(config, tmp_path, capsys):
     path = tmp_path / "plan.json"
-    code, out, _ = run("plan", "--model", config, *OPTIONS, "-o", str(path), capsys=capsys)
-    assert code == 0
+    out = done("plan", "--model", config, *OPTIONS, "-o", path, capsys=capsys)
     assert "predicted step" in out
     assert max(map(len, out.splitlines())) <= 80
     assert str(rt.Plan.load(path)) == out.rstrip("\n")
 
 
 def test_a_plan_is_printed_as_json(config, capsys):
-    code, out, _ = run("plan", "--model", config, *OPTIONS, "--json", capsys=capsys)
-    assert code == 0
+    out = done("plan", "--model", config, *OPTIONS, "--json", capsys=capsys)
     assert rt.Plan.from_json(out).configuration.devices == 2
+
+
+def test_a_search_is_narrowed(config, capsys):
+    only = ["--stages", "1", "--schedule", "gpipe", "--zero", "2", "--microbatch-size", "1"]
+    out = done("plan", "--model", config, *OPTIONS, *only, "--json", capsys=capsys)
+    chosen = rt.Plan.from_json(out).configuration
+    assert (chosen.stages, chosen.schedule, chosen.zero, chosen.rows) == (1, "gpipe", 2, 1)
+
+
+def test_a_step_of_a_module_is_planned_for(module, capsys):
+    named = ["--machine", "generic", "--devices", "2", "--global-batch", "8"]
+    out = done("plan", f"{module}:step", *named, "--json", capsys=capsys)
+    assert rt.Plan.from_json(out).global_batch == 8
 
 
 @pytest.mark.parametrize(
@@ -60,27 +126,276 @@ def test_a_plan_is_printed_as_json(config, capsys):
 def test_a_model_that_is_refused_is_named_in_one_line(change, told, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | change))
-    code, out, err = run("plan", "--model", str(path), *OPTIONS, capsys=capsys)
-    assert (code, out) == (2, "")
-    assert told in err
-    assert err.count("\n") == 1
+    assert told in refused("plan", "--model", path, *OPTIONS, capsys=capsys)
 
 
 def test_what_does_not_fit_ends_with_code_2(config, capsys):
     limit = ["--memory-limit", "1000"]
-    code, _, err = run("plan", "--model", config, *OPTIONS, *limit, capsys=capsys)
-    assert code == 2
-    assert "lacks" in err
+    assert "lacks" in refused("plan", "--model", config, *OPTIONS, *limit, capsys=capsys)
 
 
 def test_machines_are_listed(capsys):
-    code, out, _ = run("machines", capsys=capsys)
-    assert code == 0
+    out = done("machines", capsys=capsys)
     assert {line.split()[0] for line in out.splitlines()} == set(rt.machines.names())
+    table = json.loads(done("machines", "--json", capsys=capsys))
+    assert [machine["name"] for machine in table["machines"]] == list(rt.machines.names())
 
 
-@pytest.mark.parametrize("command", ["plan", "machines"])
+COMMANDS = sorted(cli.cli.commands)
+
+
+def test_the_commands_are_there():
+    wanted = [
+        "bench",
+        "completion",
+        "inspect",
+        "machines",
+        "plan",
+        "profile",
+        "report",
+        "simulate",
+        "train",
+    ]
+    assert wanted == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command):
     result = CliRunner().invoke(cli.cli, [command, "--help"])
     assert result.exit_code == 0
     assert f"ratrain {command}" in result.output.split("Example:")[1]
+    assert max(map(len, result.output.splitlines())) <= 80
+    if command != "completion":
+        assert "--quiet" in result.output
+
+
+def test_the_command_line_starts_without_jax():
+    code = (
+        "import sys, ratrain_jax.cli; assert not {'jax', 'matplotlib', 'bokeh'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What is looked at.
+
+
+@pytest.mark.parametrize("name", ["step", "plain", "lowered", "program", "plan"])
+def test_inspect_takes_steps_lowered_programs_and_plans(name, module, capsys):
+    out = done("inspect", f"{module}:{name}", capsys=capsys)
+    assert max(map(len, out.splitlines())) <= 80
+    for shown in ("layer", "params", "stage 0", "F0", "bytes a device"):
+        assert shown in out
+
+
+def test_types_of_the_state_are_taken_without_making_it(module, capsys):
+    done("inspect", f"{module}:step", capsys=capsys)
+    made = sys.modules["user_step"]
+    assert made.MADE  # traced
+    assert all(
+        type(leaf) is jax.ShapeDtypeStruct for leaf in jax.tree.leaves(made.lowered.signature.avals)
+    )
+
+
+def test_a_module_is_found_in_the_working_directory(module, capsys, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(module))
+    monkeypatch.delitem(sys.modules, "user_step", raising=False)
+    assert "stage 1" in done("inspect", "user_step:step", capsys=capsys)
+
+
+def test_settings_replace_those_of_the_step(module, capsys):
+    given = ["--microbatches", "2", "--schedule", "gpipe", "--zero", "2", "--recovery", "none"]
+    table = json.loads(done("inspect", f"{module}:step", *given, "--json", capsys=capsys))
+    found = table["settings"]
+    assert (found["stages"], found["microbatches"], found["schedule"]) == (2, 2, "gpipe")
+    assert (found["zero"], found["recovery"]) == (2, "none")
+
+
+def test_a_batch_can_be_named(module, capsys):
+    batch = ["--batch", f"{module}:wide_batch"]
+    table = json.loads(done("inspect", f"{module}:step", "--json", capsys=capsys))
+    wide = json.loads(done("inspect", f"{module}:step", *batch, "--json", capsys=capsys))
+    assert wide["layers"][0]["flops"] == 2 * table["layers"][0]["flops"]
+
+
+def test_a_model_is_looked_at_without_code(config, capsys):
+    given = ["--sequence", "32", "--stages", "2", "--microbatches", "4", "--machine", "a100"]
+    table = json.loads(done("inspect", "--model", config, *given, "--json", capsys=capsys))
+    assert (table["format"], table["version"]) == ("ratrain-inspection", 1)
+    assert len(table["stages"]) == 2
+    assert table["step"]["machine"] == "a100"
+
+
+@pytest.mark.parametrize("form", ["as_json", "as_text"])
+def test_a_saved_program_shows_what_the_step_does(form, module, tmp_path, capsys):
+    step = done("inspect", f"{module}:step", capsys=capsys)
+    lowered = sys.modules["user_step"].lowered
+    path = tmp_path / "program"
+    path.write_text(getattr(lowered, form)())
+    assert done("inspect", path, capsys=capsys) == step
+
+
+def test_a_saved_plan_is_shown_alone_and_with_its_model(config, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    done("plan", "--model", config, *OPTIONS, "--memory-limit", 10**7, "-o", path, capsys=capsys)
+    alone = done("inspect", path, capsys=capsys)
+    assert alone.startswith(str(rt.Plan.load(path)))
+    assert "P parameters" in alone
+    assert done("inspect", path, "--json", capsys=capsys) == path.read_text()
+    model = ["--model", config, "--sequence", "32"]
+    line = rt.Plan.load(path)
+    assert "F0" in done("inspect", path, *model, capsys=capsys)
+    table = json.loads(done("simulate", path, *model, "--json", capsys=capsys))
+    assert table["step"]["machine"] == "a100"
+    assert table["step"]["step"] == pytest.approx(line.step_seconds, rel=0.1)
+    assert "--model" in refused("simulate", path, capsys=capsys)
+    assert "--stages" in refused("inspect", path, *model, "--stages", "1", capsys=capsys)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("nowhere_at_all:step", "nowhere_at_all"),
+        ("{module}:nothing", "nothing"),
+        ("{module}:number", "int"),
+        ("{module}:", "module:name"),
+        ("no/such/file.json", "no/such/file.json"),
+    ],
+)
+def test_what_cannot_be_found_is_named(target, told, module, capsys):
+    assert told in refused("inspect", target.format(module=module), capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--state", "{module}:needs"], "takes arguments"),
+        (["--batch", "{module}:nothing"], "nothing"),
+        (["--microbatches", "3"], "8"),
+        (["--model", "llama2-7b"], "--model"),
+        (["--nope"], "--nope"),
+        (["--machine", "abacus"], "abacus"),
+    ],
+)
+def test_options_that_do_not_fit_end_in_one_sentence(options, told, module, capsys):
+    given = [option.format(module=module) for option in options]
+    assert told in refused("inspect", f"{module}:step", *given, capsys=capsys)
+
+
+def test_a_missing_batch_is_said(tmp_path, capsys):
+    path = tmp_path / "no_batch.py"
+    path.write_text("state = 1.0\ndef step(state, batch): return state\n")
+    err = refused("inspect", f"{path}:step", capsys=capsys)
+    assert "--batch" in err and "make_batch" in err
+
+
+def test_a_module_that_fails_is_named(tmp_path, capsys):
+    path = tmp_path / "broken_module.py"
+    path.write_text("import nowhere_at_all\n")
+    assert "nowhere_at_all" in refused("inspect", f"{path}:step", capsys=capsys)
+
+
+@pytest.mark.parametrize("content", ["{}", "{", "no program\n", '{"format": "ratrain-plan"}'])
+def test_a_file_that_is_neither_is_named(content, tmp_path, capsys):
+    path = tmp_path / "odd.json"
+    path.write_text(content)
+    assert "odd.json" in refused("inspect", path, capsys=capsys)
+
+
+def test_nothing_to_look_at_is_said(capsys):
+    assert "module:step" in refused("inspect", capsys=capsys)
+    assert "module:step" in refused("plan", *OPTIONS, capsys=capsys)
+
+
+def test_a_program_cannot_be_simulated_without_its_code(module, capsys):
+    err = refused("simulate", f"{module}:program", "--machine", "a100", capsys=capsys)
+    assert "module:step" in err
+    assert "--machine" in refused("simulate", f"{module}:step", capsys=capsys)
+
+
+def test_types_cannot_be_run(module, capsys):
+    err = refused("profile", f"{module}:step", capsys=capsys)
+    assert "types alone" in err
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(config, tmp_path, capsys):
+    path = tmp_path / "nowhere" / "plan.json"
+    assert "plan.json" in refused("plan", "--model", config, *OPTIONS, "-o", path, capsys=capsys)
+
+
+# Simulation, and what commands write.
+
+
+def test_a_step_is_simulated(module, capsys):
+    out = done("simulate", f"{module}:step", "--machine", "a100", capsys=capsys)
+    assert max(map(len, out.splitlines())) <= 80
+    expected = rt.simulate(sys.modules["user_step"].lowered, "a100")
+    assert str(expected.breakdown) in " ".join(out.split()) or "ideal" in out
+    for shown in ("compute", "exposed", "hidden", "tail", "critical path", "Backward"):
+        assert shown in out
+    table = json.loads(
+        done("simulate", f"{module}:step", "--machine", "a100", "--json", capsys=capsys)
+    )
+    assert table["step"]["step"] == expected.step_seconds
+
+
+def test_quiet_silences_notes(config, tmp_path, capsys):
+    narrow = ["--stages", "1", "--schedule", "gpipe", "--recovery", "none"]
+    command = ["plan", "--model", config, *OPTIONS, *narrow, "-o", tmp_path / "plan.json"]
+    for where in ("before", "behind"):
+        given = ["--quiet", *command] if where == "before" else [*command, "--quiet"]
+        assert run(*given, capsys=capsys)[2] == ""
+    assert "wrote" in run(*command, capsys=capsys)[2]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_names_ratrain(shell, capsys):
+    assert "_RATRAIN_COMPLETE" in done("completion", shell, capsys=capsys)
+
+
+def test_names_are_completed(monkeypatch, capsys):
+    monkeypatch.setenv("_RATRAIN_COMPLETE", "fish_complete")
+    for line, word, wanted in [
+        ("ratrain inspect --model", "llama2", "llama2-7b"),
+        ("ratrain simulate --machine", "mt", "mt3000"),
+        ("ratrain", "ins", "inspect"),
+    ]:
+        monkeypatch.setenv("COMP_WORDS", f"{line} {word}")
+        monkeypatch.setenv("COMP_CWORD", word)
+        assert wanted in run(capsys=capsys)[1]
+
+
+# Texts.
+
+
+def test_tokens_are_bytes_or_numbers_of_distinct_bytes(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"hello\xff")
+    tokens, words = read_tokens(str(path), 256)
+    assert bytes(tokens) == b"hello\xff" and words == "tokens are bytes"
+    tokens, words = read_tokens(str(path), 1000)
+    assert bytes(tokens) == b"hello\xff" and "1,000" in words
+    tokens, words = read_tokens(str(path), 5)
+    assert tokens.tolist() == [1, 0, 2, 2, 3, 4] and "5 distinct" in words
+    with pytest.raises(OptionError, match="5 distinct bytes"):
+        read_tokens(str(path), 4)
+
+
+def test_passages_are_drawn_from_the_text_with_targets_one_on(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(10)))
+    tokens, _ = read_tokens(str(path), 256)
+    batch = next(passages(tokens, 50, 8, 0))
+    assert batch["inputs"].shape == (50, 8)
+    assert (batch["targets"] == batch["inputs"] + 1).all()
+    assert set(batch["inputs"][:, 0].tolist()) == {0, 1}
+    with pytest.raises(OptionError, match="shorter"):
+        next(passages(tokens, 1, 10, 0))
+
+
+def test_commands_are_one_module_each():
+    for name, command in cli.cli.commands.items():
+        assert command.callback.__module__ == f"ratrain_jax.cli.{name}"
+    assert isinstance(sys.modules["ratrain_jax.cli"], types.ModuleType)
