@@ -78,7 +78,7 @@ bench: $(VENV)/.installed
 
 # Strictly: a broken link, or a name that the API pages do not find, ends the build.
 docs: $(VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(in_venv) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(in_venv) -m mkdocs build --strict
 	@echo "Open site/index.html"
 
 lock:
