@@ -22,8 +22,11 @@ from ratrain_jax.views.chart import Bar, Chart
 FEWEST: Final = 3
 """Periods that are worth a fold."""
 
-UNEVEN: Final = 0.2
-"""By how much a period may differ from the next; lanes that slow each other down beat. Measured periods may at will."""
+UNEVEN: Final = 0.03
+"""By how much a period may differ from the next."""
+
+BEAT: Final = 8
+"""Up to how many periods may repeat together: lanes that keep each other waiting beat."""
 
 Span = tuple[float, float]
 
@@ -45,7 +48,7 @@ class Fold:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """A run of a row: when each of its periods starts, with the end of the last."""
+    """A run of a row: when each of its periods starts."""
 
     starts: np.ndarray
 
@@ -166,21 +169,29 @@ def _runs(bars: Iterable[Bar], measured: bool) -> Iterable[_Run]:
         step = int(ahead[first])
         if step > 0 and after - first > step * FEWEST:
             starts = np.array([mine[place].start for place in range(first, after + step, step)])
-            yield from [_Run(starts)] if measured else _even(starts)
+            if measured:  # whose periods differ as they will
+                yield _Run(starts)
+            else:
+                cut = (_even(starts, beat) for beat in range(1, BEAT + 1))
+                yield from max(cut, key=lambda found: sum(len(run.starts) for run in found))
 
 
-def _even(starts: np.ndarray) -> Iterable[_Run]:
-    """A run cut where its periods change."""
-    periods = np.diff(starts)
-    uneven = np.abs(np.diff(periods)) > UNEVEN * np.minimum(periods[1:], periods[:-1])
-    cuts = [0, *(np.flatnonzero(uneven) + 1).tolist(), len(periods)]
-    for first, after in itertools.pairwise(cuts):
-        if after - first > FEWEST:
-            yield _Run(starts[first : after + 1])
+def _even(starts: np.ndarray, beat: int) -> list[_Run]:
+    """A run cut where so many periods together change."""
+    together = starts[beat:] - starts[:-beat]
+    uneven = np.abs(np.diff(together)) > UNEVEN * np.minimum(together[1:], together[:-1])
+    cuts = [0, *(np.flatnonzero(uneven) + 1).tolist(), len(together)]
+    return [
+        _Run(starts[first : after + 1])
+        for first, after in itertools.pairwise(cuts)
+        if after - first > FEWEST * beat
+    ]
 
 
 def _pauses(bars: Iterable[Bar], longest: float) -> list[Span]:
     """When a row computes nothing for long, before its first op and after its last too."""
+    if not longest:
+        return []
     busy = _joined([(b.start, b.end) for b in bars if b.lane == Lane.COMPUTE])
     edges = [-np.inf, *(edge for span in busy for edge in span), np.inf]
     pauses = zip(edges[::2], edges[1::2], strict=True)

@@ -98,7 +98,8 @@ class TimeAxis:
                 if len(counts):
                     break
             ticks = [
-                (float(n * finer), float(place + (n * finer - start) / self.inch)) for n in counts
+                (abs(float(n * finer)), float(place + (n * finer - start) / self.inch))
+                for n in counts
             ]
             found += [tick for tick in ticks if not found or tick[1] - found[-1][1] > TICK_GAP]
         return found
