@@ -2,7 +2,8 @@
 
 The form is the JSON of the Trace Event Format. A stage is a process, one a device where a step was measured; a lane is a thread,
 and the link's two directions are two. Slices of one thread may not overlap in part, so what runs beside another
-slice of its lane stands in a further thread of that lane. Times are microseconds, to the nanosecond.
+slice of its lane stands in a further thread of that lane. Times are microseconds, to the nanosecond. `displayTimeUnit` is left
+out, for older versions of Perfetto read times in that unit.
 
 Terms.
     A **track** is a stage of a chart, or one of its devices.
@@ -30,7 +31,7 @@ from ratrain_jax.views.memory_curve import MemoryCurve
 _Event = dict[str, Any]
 
 _LANES: Final = ("compute", "link send", "link receive")
-_FIRST_THREAD: Final = 100_000  # a thread with its process's number would be taken for the main one
+_THREADS: Final = 1_000_000  # a process; their numbers differ from those of all processes and other processes' threads
 
 
 def write_trace(path: str | os.PathLike[str], charts: Sequence[Chart]) -> None:
@@ -43,8 +44,9 @@ def write_trace(path: str | os.PathLike[str], charts: Sequence[Chart]) -> None:
         path: where to; the usual ending is `.json`.
         charts: the steps.
     """
-    encode = json.JSONEncoder(separators=(",", ":")).encode
-    head = {"displayTimeUnit": "ms", "otherData": {"steps": [_summary(c, charts) for c in charts]}}
+    # Perfetto reads no \u escapes where it looks for an event's time.
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    head = {"otherData": {"steps": [_summary(chart, charts) for chart in charts]}}
     with open(path, "w", encoding="utf-8") as file:
         file.write(f'{encode(head)[:-1]},"traceEvents":[')
         before = "\n"
@@ -64,6 +66,10 @@ class _Track:
     stage: int
     rank: int | None
 
+    def thread(self, number: int) -> int:
+        """The number of one of its threads in the whole trace."""
+        return self.pid * _THREADS + number
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slice:
@@ -77,7 +83,7 @@ class _Slice:
 
 def _events(charts: Sequence[Chart]) -> Iterator[_Event]:
     tracks = _tracks(charts)
-    threads, flows = itertools.count(_FIRST_THREAD), itertools.count(1)
+    flows = itertools.count(1)
     for number, chart in enumerate(charts):
         predictions = _predictions(chart, charts)
         arguments = [_arguments(bar, chart.program, predictions) for bar in chart.bars]
@@ -85,7 +91,7 @@ def _events(charts: Sequence[Chart]) -> Iterator[_Event]:
         mine = [track for track in tracks if track.chart == number]
         for track in mine:
             yield from _process(track, chart)
-            yield from _slices(track, chart, arguments, threads, slices)
+            yield from _slices(track, chart, arguments, slices)
         yield from _flows(chart, slices, flows)
         for track in mine:
             if not track.rank:
@@ -120,14 +126,13 @@ def _process(track: _Track, chart: Chart) -> Iterator[_Event]:
         ("process_labels", {"labels": f"{chart.title}; at most {most}{limit} a device"}),
         ("process_sort_index", {"sort_index": track.pid}),
     ):
-        yield {"ph": "M", "name": name, "pid": track.pid, "tid": 0, "args": args}
+        yield {"ph": "M", "name": name, "pid": track.pid, "tid": track.thread(0), "args": args}
 
 
 def _slices(
     track: _Track,
     chart: Chart,
     arguments: Sequence[Mapping[str, Any]],
-    threads: Iterator[int],
     slices: dict[tuple[int, int | None], _Slice],
 ) -> Iterator[_Event]:
     """The bars of a track, and the names of its threads; fills `slices` by place of the bar and rank."""
@@ -137,7 +142,7 @@ def _slices(
         lane = _lane(bar)
         row = next(r for r in itertools.count() if ends.get((lane, r), (0, 0))[1] <= start)
         if (lane, row) not in ends:
-            ends[lane, row] = (next(threads), 0)
+            ends[lane, row] = (track.thread(len(ends)), 0)
             yield from _thread(track.pid, ends[lane, row][0], lane, row)
         tid = ends[lane, row][0]
         ends[lane, row] = (tid, end)
@@ -266,7 +271,7 @@ def _counters(track: _Track, curve: MemoryCurve) -> Iterator[_Event]:
                     "ph": "C",
                     "name": f"memory: {name}",
                     "pid": track.pid,
-                    "tid": 0,
+                    "tid": track.thread(0),
                     "ts": at,
                     "args": {"bytes": size},
                 }
