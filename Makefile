@@ -79,7 +79,7 @@ bench: $(VENV)/.installed
 # Strictly: a broken link, or a name that the API pages do not find, ends the build.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(in_venv) -m mkdocs build --strict
-	@echo "Open site/index.html"
+	@echo "Open site/index.html, or with a search field: $(in_venv) -m http.server --directory site"
 
 lock:
 	requirements/lock.sh $$($(find_python) 11) requirements/py311.txt 'jax>=0.10.2,<0.11'
