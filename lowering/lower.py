@@ -135,7 +135,7 @@ def _compile_opened(
         layered=layered,
         codes=codes,
         stage_of=stage_of,
-        block_of=group_blocks(stage_of, [c.fingerprint for c in codes]),
+        block_of=group_blocks(stage_of),
         update=update,
         names=trace.names,
         paths=tuple("/".join(path) for path in regions.paths),

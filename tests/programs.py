@@ -7,6 +7,8 @@ any number of stages, microbatches and devices is a rearrangement of that one tr
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +17,6 @@ import optax
 
 import ratrain_jax as rt
 from ratrain_jax.kernels import load_machine
-from ratrain_jax.lowering.blocks import group_blocks
 from ratrain_jax.lowering.build import build_program
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.lower import compile_code
@@ -76,7 +77,7 @@ def step_code(settings: Settings, clip: bool = False, block: int = 2) -> StepCod
     Args:
         settings: the settings.
         clip: whether gradients are clipped by their global norm.
-        block: the most layers in a block.
+        block: the most layers in a block; programs that are lowered have no blocks of several layers beside others, but may.
     """
     code = traced(clip)
     layers = len(code.codes)
@@ -84,11 +85,27 @@ def step_code(settings: Settings, clip: bool = False, block: int = 2) -> StepCod
     return dataclasses.replace(
         code,
         stage_of=tuple(stages),
-        block_of=group_blocks(stages, [c.fingerprint for c in code.codes], block),
+        block_of=_blocks(stages, [c.fingerprint for c in code.codes], block),
         data_parallel=settings.data_parallel,
         microbatches=settings.microbatches,
         zero=settings.zero,
     )
+
+
+def _blocks(stages: Sequence[int], prints: Sequence[str], most: int) -> tuple[int, ...]:
+    """Blocks of up to `most` layers of equal code; a stage that is no longer is one block."""
+    found: list[int] = []
+    for stage in sorted(set(stages)):
+        mine = [p for p, s in zip(prints, stages, strict=True) if s == stage]
+        if len(mine) <= most:
+            found += [0] * len(mine)
+            continue
+        number = 0
+        for _, run in itertools.groupby(mine):
+            length = len(list(run))
+            found += [number + n // most for n in range(length)]
+            number = found[-1] + 1
+    return tuple(found)
 
 
 def make_program(
@@ -108,7 +125,7 @@ def make_program(
         data_parallel: D.
         microbatches: m.
         clip: whether gradients are clipped by their global norm.
-        block: the most layers in a block.
+        block: the most layers of a stage that is one block.
         recovered: how many blocks of each stage are recovered; none unless given.
         **settings: further settings.
     """

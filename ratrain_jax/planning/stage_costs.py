@@ -27,7 +27,7 @@ from ratrain_jax.kernels.collectives import (
     reduce_scatter_seconds,
     transfer_seconds,
 )
-from ratrain_jax.lowering.blocks import group_blocks
+from ratrain_jax.lowering.blocks import block_ends
 from ratrain_jax.planning.configuration import Configuration
 from ratrain_jax.planning.layer_table import LayerRow, LayerTable, running, shard_bytes
 
@@ -162,7 +162,6 @@ class StageCosts:
         self.forward, self.backward = table.forward, table.backward
         self.sums = _sums(table, configuration.data_parallel)
         self.kinds = self.sums.kinds
-        self._blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @functools.cached_property
     def state(self) -> tuple[LayerState, ...]:
@@ -193,18 +192,6 @@ class StageCosts:
             all_gather_seconds(self.machine, row.view, devices),
         )
 
-    def block_ends(self, first: int, end: int) -> tuple[int, ...]:
-        """Where the blocks of a stage end, counted from its first layer."""
-        kinds = tuple(self.kinds[first:end])
-        if kinds not in self._blocks:
-            blocks = group_blocks([0] * len(kinds), [str(kind) for kind in kinds])
-            self._blocks[kinds] = tuple(
-                n + 1
-                for n in range(len(blocks))
-                if n + 1 == len(blocks) or blocks[n + 1] != blocks[n]
-            )
-        return self._blocks[kinds]
-
     def stage(self, number: int, first: int, end: int, recovered: int) -> Stage:
         """Costs a run of layers as a stage.
 
@@ -214,8 +201,8 @@ class StageCosts:
             end: the layer after its last.
             recovered: how many layers are recovered, from the first on.
         """
-        launches = len(self.block_ends(first, end)) * self.machine.launch_seconds
-        again = sum(1 for block in self.block_ends(first, end) if block <= recovered)
+        launches = len(block_ends(end - first)) * self.machine.launch_seconds
+        again = sum(1 for block in block_ends(end - first) if block <= recovered)
         return Stage(
             (first, end),
             recovered,
@@ -271,7 +258,7 @@ class StageCosts:
         """How many layers of a stage the runtime recovers in any case: up to the last that the user checkpoints."""
         marked = [n for n in self.sums.checkpointed if first <= n < end]
         last = marked[-1] - first if marked else -1
-        return next(stop for stop in (0, *self.block_ends(first, end)) if stop > last)
+        return next(stop for stop in (0, *block_ends(end - first)) if stop > last)
 
     def _gradients(self, first: int, end: int) -> int:
         if self.configuration.zero == 1:
@@ -336,7 +323,7 @@ def fewest_recovered(
 ) -> int | None:
     """How many layers of a stage must be recovered for it to fit, in whole blocks; None if it does not fit at all."""
     least = costs.least_recovered(first, end)
-    for recovered in (0, *costs.block_ends(first, end)):
+    for recovered in (0, *block_ends(end - first)):
         if recovered >= least and fits(costs.memory(number, first, end, recovered)):
             return recovered
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from ratrain_jax.lowering.blocks import block_ends
 from ratrain_jax.lowering.schedules import Slot, compute_order, in_order_of_data
 from ratrain_jax.planning.splits import Split
 from ratrain_jax.planning.stage_costs import Stage, StageCosts
@@ -125,7 +126,7 @@ class _Step:
     def _views(self, s: int, gathered: dict[int, int]) -> list[int]:
         """The gathers that a stage's first forward waits for: those of its first block."""
         stage = self.split.stages[s]
-        block = self.costs.block_ends(*stage.layers)[0]
+        block = block_ends(stage.layers[1] - stage.layers[0])[0]
         return [gathered[n] for n in list(self._layers(s))[:block] if n in gathered]
 
     def _backward(self, s: int, i: int) -> None:
