@@ -1,25 +1,26 @@
 """The code in the README runs as it stands, given a state, a batch and a model."""
 
-import re
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax.training.train_state import TrainState
 
+from tests.blocks import read_blocks, run_python
 from tests.models.case import OPTIMIZERS, linen_case
 from tests.models.gpt import GPT, loss, make_batch
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_the_code_of_the_readme_runs(capsys):
-    step, masked, planned = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    blocks = read_blocks(README.read_text())
+    step, masked, planned = (block for block in blocks if block.language == "python")
     model = GPT(width=8, layers=2)
     case = linen_case("gpt", model, inputs=("inputs",), loss=loss, make_batch=make_batch)
     state, batch = case.make_state(OPTIMIZERS["adamw"]()), make_batch(0, 16)
     names = {"state": state, "batch": batch}
-    exec(step, names)
+    run_python(step, README, names)
     assert isinstance(names["state"], TrainState)
     assert set(names["metrics"]) == {"loss", "grad_norm"}
     assert "peak" in capsys.readouterr().out
@@ -30,6 +31,6 @@ def test_the_code_of_the_readme_runs(capsys):
         "dropout_key": jax.random.key(0),
         "batch": {**batch, "mask": mask},
     }
-    exec(masked, {**names, **more})
-    exec(planned, {**names, "batch": batch})
+    run_python(masked, README, {**names, **more})
+    run_python(planned, README, {**names, "batch": batch})
     assert "why not" in capsys.readouterr().out
