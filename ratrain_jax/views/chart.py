@@ -85,7 +85,7 @@ class Bar:
     devices: tuple[DeviceTime, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Chart:
     """A step over time.
 
@@ -108,6 +108,9 @@ class Chart:
     seconds: float
     measured: bool
     subtitle: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Chart of {len(self.bars)} bars: {self.title}>"
 
 
 def timeline_chart(timeline: Timeline) -> Chart:

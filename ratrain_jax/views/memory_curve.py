@@ -11,7 +11,7 @@ from ratrain_jax.lowering.liveness import beyond, bytes_by_kind
 from ratrain_jax.lowering.program import Free, Kind, Op, Program
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MemoryCurve:
     """Bytes on each device of a stage: a step function of time.
 
@@ -40,6 +40,9 @@ class MemoryCurve:
     def peak(self) -> int:
         """The place in `times` at which the most bytes are there."""
         return int(np.argmax(self.total))
+
+    def __repr__(self) -> str:
+        return f"<MemoryCurve of stage {self.stage}: at most {int(self.total.max())} bytes>"
 
 
 def memory_curves(

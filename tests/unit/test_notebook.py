@@ -204,6 +204,8 @@ def test_reprs_are_short(step, lowered, timeline, plan):
         (timeline.made, f"{len(timeline.events)} of a step"),
         (timeline.run, "tasks"),
         (timeline.compare(run), "1 s measured"),
+        (timeline.chart, f"{len(timeline.chart.bars)} bars"),
+        (timeline.chart.memory[1], "stage 1"),
         (run, f"{len(ops)} ops"),
         (plan, f"{plan.step_seconds:.4g} s on a100"),
         (memory, readable_bytes(max(memory.peaks))),
