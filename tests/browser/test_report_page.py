@@ -164,3 +164,15 @@ def test_without_javascript_words_and_tables_are_there(page, report, timeline):
     assert str(timeline.breakdown) in text
     assert "Without JavaScript" in text
     assert all(layer.name in text for layer in timeline.program.layers)
+
+
+def test_only_what_is_in_view_is_drawn_and_all_again_after_a_reset(opened, timeline):
+    bars = [b for b in timeline.chart.bars if b.kind == "forward" and not b.next_step]
+    start, end = bars[1].start, bars[-1].start
+    found = "view('bars').views.find_one(model('bars').renderers[0])"
+    drawn = f"return [...{found}.all_indices].length"
+    assert opened.run(drawn) == len(bars)
+    opened.run("model('bars').x_range.setv({start: arguments[0], end: arguments[1]})", start, end)
+    opened.until(drawn + " == arguments[0]", sum(b.start < end and b.end > start for b in bars))
+    opened.run("view('bars').reset()")
+    opened.until(drawn + " == arguments[0]", len(bars))

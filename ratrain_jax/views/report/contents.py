@@ -11,7 +11,6 @@ from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.mnemonics import op_label
 from ratrain_jax.lowering.program import Kind, Program
 from ratrain_jax.lowering.text import readable_bytes
-from ratrain_jax.planning.tables import verdict
 from ratrain_jax.views.chart import KINDS
 from ratrain_jax.views.comparison import Comparison
 from ratrain_jax.views.memory_curve import MemoryCurve
@@ -268,6 +267,8 @@ def _shown(value: Any) -> str:
 
 def plan_tables(plan: Plan) -> dict[str, Table]:
     """A plan's stages and what was not taken."""
+    from ratrain_jax.planning.tables import verdict
+
     stages = [
         (
             str(n),

@@ -79,7 +79,7 @@ def time_range(charts: Iterable[Chart]) -> Range1d:
 
     last = max((bar.end for chart in charts for bar in chart.bars), default=0.0) or 1.0
     start, end = -0.005 * last, 1.005 * last
-    return Range1d(start=start, end=end, bounds=(start, end))
+    return Range1d(start=start, end=end, reset_start=start, reset_end=end, bounds=(start, end))
 
 
 def empty_figure(times: Range1d, height: int, name: str, wheel: bool) -> figure:
@@ -162,16 +162,18 @@ def bars_figure(chart: Chart, path: Iterable[Op], times: Range1d, name: str) -> 
     labelled, hovered, spans = [], [], exposed_spans(chart)
     for kind in columns(this_step, entries):
         full, *parts = _add_kind(plot, kind, spans.get(kind.kind))
-        items[kind.kind] = [*parts, full]
+        look = {"fill_color": COLOURS[kind.kind], "line_color": None}
+        items[kind.kind] = [_add_swatch(plot, [full, *parts], **look)]
         hovered.append(full)
         if kind.height == COMPUTE_HEIGHT:
             labelled.append((full, kind.height, ink_on(COLOURS[kind.kind])))
     for kind in columns(next_step, entries):
         hovered.append(_add_blocks(plot, kind.data, kind.height, kind.kind, HIDDEN_ALPHA))
-        items.setdefault("next step", []).append(hovered[-1])
+        look = {"fill_color": COLOURS[kind.kind], "fill_alpha": HIDDEN_ALPHA, "line_color": None}
+        items["next step"] = [_add_swatch(plot, [hovered[-1]], **look)]
     outlines = _add_outlines(plot, chart, set(path), items)
     _add_hover(plot, entries, hovered)
-    _add_labels(plot, entries, labelled)
+    _follow_view(plot, entries, labelled)
     return Figure(plot, add_legend(plot, items), tuple(outlines))
 
 
@@ -202,7 +204,7 @@ def _add_kind(
 def _add_blocks(
     plot: figure, data: Mapping[str, np.ndarray], height: float, kind: str, alpha: float
 ) -> GlyphRenderer:
-    from bokeh.models import ColumnDataSource
+    from bokeh.models import CDSView, ColumnDataSource, IndexFilter
 
     return plot.block(
         x="x",
@@ -210,6 +212,7 @@ def _add_blocks(
         width="width",
         height=height,
         source=ColumnDataSource(dict(data)),
+        view=CDSView(filter=IndexFilter()),
         fill_color=COLOURS[kind],
         fill_alpha=alpha,
         line_color=None,
@@ -220,21 +223,33 @@ def _add_blocks(
     )
 
 
+def _add_swatch(plot: figure, renderers: list[GlyphRenderer], **look: Any) -> GlyphRenderer:
+    """Adds what a legend shows of some blocks, for it shows none of which nothing is in view; it hides and shows them."""
+    swatch = plot.block(x=[math.nan], y=[0.0], width=[0.0], height=[0.0], **look)
+    for renderer in renderers:
+        swatch.js_link("visible", renderer, "visible")
+    return swatch
+
+
 def _add_outlines(
     plot: figure, chart: Chart, path: set[Op], items: dict[str, list[Any]]
 ) -> list[Any]:
     """Adds the critical path, which is hidden at first, and the arrows from gathers to forwards."""
+    from bokeh.models import CDSView, IndexFilter
+
     glyphs = []
     on_path = [bar for bar in chart.bars if not bar.next_step and bar.op in path]
     if on_path:
         rows = [(b.start, upper_edge(b), b.end - b.start, height_of(b)) for b in on_path]
         data = dict(zip(("x", "y", "width", "height"), np.array(rows).T, strict=True))
+        look = {"fill_color": None, "line_color": "#000000", "line_width": 2, "visible": False}
         outline = plot.block(
-            source=data, fill_color=None, line_color="#000000", line_width=2, visible=False,
             x="x", y="y", width="width", height="height", name="critical path",
+            source=data, view=CDSView(filter=IndexFilter()), **look,
         )  # fmt: skip
-        items["critical path"] = [outline]
-        glyphs.append(outline.glyph)
+        swatch = _add_swatch(plot, [outline], **look)
+        items["critical path"] = [swatch]
+        glyphs += [outline.glyph, swatch.glyph]
     if chart.arrows:
         ends = [(chart.bars[gather], chart.bars[forward]) for gather, forward in chart.arrows]
         rows = [(g.end, g.stage + LINK_AT, f.start, f.stage + COMPUTE_AT) for g, f in ends]
@@ -271,18 +286,19 @@ def _add_hover(plot: figure, entries: Entries, renderers: list[Any]) -> None:
     )
 
 
-def _add_labels(
+def _follow_view(
     plot: figure, entries: Entries, bars: list[tuple[GlyphRenderer, float, str]]
 ) -> None:
-    """Adds the labels in the bars, which a script chooses by what is in view."""
-    from bokeh.models import ColumnDataSource, CustomJS
+    """Adds the labels in bars, and the script that chooses them and what is drawn by what is in view."""
+    from bokeh.models import ColumnDataSource, CustomJS, GlyphRenderer, IndexFilter
 
+    drawn = [r for r in plot.renderers if isinstance(r, GlyphRenderer)]
     source = ColumnDataSource({"x": [], "y": [], "text": [], "ink": []})
     plot.text(
         x="x", y="y", text="text", text_color="ink", source=source, text_font_size="11px",
         text_align="center", text_baseline="middle", level="annotation", name="labels",
     )  # fmt: skip
-    write = CustomJS(
+    follow = CustomJS(
         args={
             "plot": plot,
             "x_range": plot.x_range,
@@ -290,11 +306,12 @@ def _add_labels(
             "entries": entries.rows,
             "source": source,
             "bars": [list(bar) for bar in bars],
+            "blocks": [r for r in drawn if isinstance(r.view.filter, IndexFilter)],
         },
-        code=script("labels.js"),
+        code=script("view.js"),
     )
-    plot.x_range.js_on_change("start", write)
-    plot.x_range.js_on_change("end", write)
+    plot.x_range.js_on_change("start", follow)
+    plot.x_range.js_on_change("end", follow)
     for renderer, _, _ in bars:
-        renderer.js_on_change("visible", write)
-    plot.js_on_change("inner_width", write)
+        renderer.js_on_change("visible", follow)
+    plot.js_on_change("inner_width", follow)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _HEIGHT: Final = 330
 _OTHER: Final = "other"
+# The page's colours, which follow the reader's scheme.
+_SELECT: Final = "select.bk-input { background-color: var(--ground); color: var(--ink); border-color: var(--quiet) }"
 
 
 def memory_figure(chart: Chart, times: Range1d) -> tuple[Figure, Select]:
@@ -61,7 +63,14 @@ def memory_figure(chart: Chart, times: Range1d) -> tuple[Figure, Select]:
     _add_hover(plot, shown, list(kinds))
     legend = add_legend(plot, items)
     options: list[Any] = [(str(c.stage), _option(c)) for c in chart.memory]
-    select = Select(title="stage", value=str(fullest), options=options, name="stage", width=420)
+    select = Select(
+        title="stage",
+        value=str(fullest),
+        options=options,
+        name="stage",
+        width=420,
+        stylesheets=[_SELECT],
+    )
     choose = CustomJS(
         args={
             "plot": plot,
