@@ -13,6 +13,9 @@ _MOST_ROWS = 200
 _MOST_LINES = 60
 _MOST_OPS = 20_000  # a grid of more takes seconds to draw
 _SCROLLS = "overflow:auto;max-height:28em;margin:0.4em 0"
+# Pages without a doctype would give tables a colour and a size of their own.
+_PLAIN = "color:inherit;font-size:inherit;white-space:nowrap;border-collapse:collapse"
+_CELL = "padding:0.1em 0.6em"
 
 
 def paragraph(title: str, text: str = "") -> str:
@@ -39,12 +42,14 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[
     lines += [_row("td", row, sides) for row in islice(rest, _MOST_ROWS)]
     more = sum(1 for _ in rest)
     cut = f"<p>{more} more rows are left out.</p>" if more else ""
-    return f'<div style="{_SCROLLS}"><table>{"".join(lines)}</table></div>{cut}'
+    return f'<div style="{_SCROLLS}"><table style="{_PLAIN}">{"".join(lines)}</table></div>{cut}'
 
 
 def _row(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
     each = zip(cells, sides, strict=True)
-    shown = (f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for cell, side in each)
+    shown = (
+        f'<{tag} style="text-align:{side};{_CELL}">{escape(cell)}</{tag}>' for cell, side in each
+    )
     return f"<tr>{''.join(shown)}</tr>"
 
 
