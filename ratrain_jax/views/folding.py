@@ -61,20 +61,19 @@ class _Run:
         return float(np.median(np.diff(self.starts)))
 
 
-def kept_stages(stages: int, most: int) -> tuple[int, ...]:
-    """Which stages are drawn: all, or as many of the first as of the last.
+def kept_stages(chart: Chart, most: int, few: int) -> tuple[int, ...]:
+    """Which stages are drawn.
 
     Args:
-        stages: how many there are.
-        most: how many may be drawn; even.
-
-    Example:
-        >>> kept_stages(4, 6), kept_stages(48, 6)
-        ((0, 1, 2, 3), (0, 1, 2, 45, 46, 47))
+        chart: the chart.
+        most: how many stages may all be drawn.
+        few: of more, how many of the first and as many of the last are; the one with the highest peak is as well.
     """
+    stages = len(chart.memory)
     if stages <= most:
         return tuple(range(stages))
-    return (*range(most // 2), *range(stages - most // 2, stages))
+    fullest = max(range(stages), key=lambda stage: int(chart.memory[stage].total.max()))
+    return tuple(sorted({*range(few), fullest, *range(stages - few, stages)}))
 
 
 def find_folds(

@@ -21,7 +21,6 @@ def add_legends(
     in_sight: float,
     folded: bool,
     left: float,
-    height: float,
 ) -> None:
     """Adds two lines at the foot of a figure: of ops, and of bytes.
 
@@ -30,14 +29,14 @@ def add_legends(
         charts: what it shows.
         in_sight: bytes at the top of a memory lane.
         folded: whether microbatches are left out.
-        left: share of the width at which they start.
-        height: inches of the figure.
+        left: inches at which they start.
     """
+    width, height = figure.get_size_inches()
     for down, handles in ((0.34, _ops(charts)), (0.1, _bytes(charts, in_sight, folded))):
         figure.legend(
             handles=handles,
             loc="lower left",
-            bbox_to_anchor=(left, down / height),
+            bbox_to_anchor=(left / width, down / height),
             ncols=max(len(handles), 1),
             fontsize=7.5,
             frameon=False,

@@ -29,7 +29,6 @@ from ratrain_jax.views.memory_lane import bytes_in_sight, draw_memory
 from ratrain_jax.views.overview import draw_overview
 from ratrain_jax.views.time_axis import GUTTER, TimeAxis, readable_seconds, unit_of
 
-WIDTH: Final = 13.0
 LEFT: Final = 0.85
 RIGHT: Final = 1.3
 TITLE: Final = 0.55
@@ -37,14 +36,17 @@ BOTTOM: Final = 1.1
 STRIP: Final = 0.45
 """Inches: of the figure, its margins, the titles of a panel, the axis with the legends, and a strip."""
 
-INCHES: Final = WIDTH - LEFT - RIGHT
+INCHES: Final = 10.85
 """Of the time axis."""
 
-MOST_ROWS: Final = {1: 8, 2: 6}
-"""Stages of a panel that are drawn, by the number of panels; of more panels 4."""
+WIDEST: Final = 16.0
+"""To how many inches the axis grows for the sake of narrow bars."""
 
-FEW_ROWS: Final = {1: 6}
-"""Of more stages than that, how many are drawn; for more than one panel 4."""
+ROWS: Final = {1: (8, 3), 2: (6, 2)}
+"""By the number of panels: up to how many stages are all drawn, and of more how many of the first and of the last."""
+
+MANY_PANELS: Final = (4, 1)
+"""Likewise of more panels."""
 
 NARROW: Final = 0.11
 """Inches of half of the compute bars under which microbatches are folded."""
@@ -94,11 +96,11 @@ def draw(charts: Sequence[Chart]) -> Figure:
     Returns:
         The figure. It needs no display, and belongs to no `pyplot` state.
     """
-    kept = [_kept(len(chart.memory), len(charts)) for chart in charts]
+    kept = [kept_stages(chart, *ROWS.get(len(charts), MANY_PANELS)) for chart in charts]
     axis, folds = _time_axis(charts, kept)
     panels = _panels(charts, kept, folds)
     height = sum(panel.whole for panel in panels) + BOTTOM
-    figure = Picture(figsize=(WIDTH, height), dpi=110, facecolor="white")
+    figure = Picture(figsize=(LEFT + axis.inches + RIGHT, height), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)
     in_sight = bytes_in_sight(charts)
     top = height
@@ -114,21 +116,16 @@ def draw(charts: Sequence[Chart]) -> Figure:
         if panel.strip:
             strip = _axes(figure, top + panel.height + 0.1, panel.strip - 0.1)
             draw_overview(strip, panel.chart, axis)
-    add_legends(figure, charts, in_sight, bool(folds), LEFT / WIDTH, height)
+    add_legends(figure, charts, in_sight, bool(folds), LEFT)
     return figure
 
 
 def _axes(figure: Figure, bottom: float, tall: float) -> Axes:
     width, height = figure.get_size_inches()
-    axes = figure.add_axes((LEFT / width, bottom / height, INCHES / width, tall / height))
+    along = width - LEFT - RIGHT
+    axes = figure.add_axes((LEFT / width, bottom / height, along / width, tall / height))
     axes.spines[:].set_visible(False)
     return axes
-
-
-def _kept(stages: int, panels: int) -> tuple[int, ...]:
-    if stages <= MOST_ROWS.get(panels, 4):
-        return tuple(range(stages))
-    return kept_stages(stages, FEW_ROWS.get(panels, 4))
 
 
 def _time_axis(
@@ -150,8 +147,10 @@ def _time_axis(
             folds = _worthwhile(find_folds(charts, kept, beside), seconds)
         axis = TimeAxis.of(seconds, folds, INCHES)
         if usual / axis.inch >= NARROW:
-            break
-    return axis, folds
+            return axis, folds
+    gutters = GUTTER * len(folds)
+    wanted = gutters + (INCHES - gutters) * NARROW * axis.inch / usual
+    return TimeAxis.of(seconds, folds, min(wanted, WIDEST)), folds
 
 
 def _worthwhile(folds: tuple[Fold, ...], seconds: float) -> tuple[Fold, ...]:

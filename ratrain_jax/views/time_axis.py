@@ -97,11 +97,10 @@ class TimeAxis:
                 counts = np.arange(np.ceil(start / finer - 1e-9), np.floor(end / finer + 1e-9) + 1)
                 if len(counts):
                     break
-            ticks = [
-                (abs(float(n * finer)), float(place + (n * finer - start) / self.inch))
-                for n in counts
-            ]
-            found += [tick for tick in ticks if not found or tick[1] - found[-1][1] > TICK_GAP]
+            for moment in counts * finer:
+                at = float(place + (moment - start) / self.inch)
+                if not found or at - found[-1][1] > TICK_GAP:
+                    found.append((abs(float(moment)), at))
         return found
 
 

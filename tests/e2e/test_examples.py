@@ -47,3 +47,12 @@ def test_the_demo_shows_all_and_ends_at_the_plain_loss():
     assert [name for name, _ in progress] == ["ratrain", "jax.jit"]
     ours, theirs = map(float, re.findall(r"loss of step 6, .* (\d\.\d{6})$", text, re.MULTILINE))
     assert abs(ours - theirs) <= 1e-5 * theirs
+
+
+def test_schedules_are_drawn(tmp_path):
+    text = run("draw_schedules.py", "-o", str(tmp_path), "--stages", "10", "--microbatches", "24")
+    one_f_one_b, ratrain = map(float, re.findall(r"(?:1f1b|ratrain) (\d+\.\d+) s", text))
+    assert ratrain < one_f_one_b
+    for name in ("tail.png", "pipeline.png"):
+        picture = (tmp_path / name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and 10_000 < len(picture) < 200_000

@@ -237,7 +237,7 @@ def test_many_stages_and_microbatches_stay_legible():
     figure = draw([chart])
     assert inside(figure)
     width, height = figure.get_size_inches()
-    assert width <= 14 and height <= 12
+    assert width <= 18.5 and height <= 12
     assert sum(len(shapes(figure, f"bars {kind}")) for kind in COLOURS) < 400
     assert max(numbers(figure)) > 150
     assert any("stages 3 to 60 not drawn" in text for text in written(figure))
@@ -256,9 +256,13 @@ def test_the_strip_is_the_mean_of_what_is_computed():
     assert strip[:, 0] == pytest.approx(np.tile(idle + busy / chart.seconds, (4, 1)))
 
 
-def test_few_stages_are_all_drawn():
-    assert kept_stages(6, 6) == tuple(range(6))
-    assert kept_stages(7, 4) == (0, 1, 5, 6)
+def test_of_many_stages_the_first_the_last_and_the_fullest_are_drawn():
+    chart = long_chart(8, 4)
+    assert kept_stages(chart, most=8, few=3) == tuple(range(8))
+    assert kept_stages(chart, most=6, few=2) == (0, 1, 6, 7)
+    fuller = dataclasses.replace(chart.memory[4], by_kind={Kind.VIEW: np.array([2**30])})
+    chart = dataclasses.replace(chart, memory=(*chart.memory[:4], fuller, *chart.memory[5:]))
+    assert kept_stages(chart, most=6, few=2) == (0, 1, 4, 6, 7)
 
 
 @pytest.mark.parametrize("microbatches", [3, 70])
