@@ -114,15 +114,23 @@ class ComputeTasks:
     def _backward(self, stage: int, i: int) -> None:
         early = self.sheet.settings.recovery != "backward"
         ranges = self.code.backward_ranges(stage, i)
-        recovered = [b for b in self.code.stage_blocks(stage) if self.sheet.recovered[b[0]]]
-        if early and recovered:
-            self._recover_ahead(stage, i, recovered)
+        runs = self._recovered_runs(stage)
+        if early and runs:
+            self._recover_ahead(stage, i, [block for run in runs for block in run])
         if i == 0:
             self._zero(stage)
         for layers in reversed(ranges):
-            if not early and recovered and layers[1] == recovered[-1][1]:
-                self._recover(stage, i, recovered, wait_for=layers)
+            for run in runs:
+                if not early and layers[1] == run[-1][1]:
+                    self._recover(stage, i, run, wait_for=layers)
             self._backward_unit(stage, i, layers)
+
+    def _recovered_runs(self, stage: int) -> list[list[Range]]:
+        """The recovered blocks of a stage, in runs without a kept block between."""
+        by_mark = itertools.groupby(
+            self.code.stage_blocks(stage), lambda block: self.sheet.recovered[block[0]]
+        )
+        return [list(blocks) for recovered, blocks in by_mark if recovered]
 
     def _zero(self, stage: int) -> None:
         """Zero accumulators, right before the first backward."""

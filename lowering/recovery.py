@@ -1,7 +1,8 @@
 """Chooses which blocks recover their activations, under the memory limit of each stage.
 
 A stage recovers a prefix of its blocks: their backwards come last, so their residuals would live longest, and one
-checkpoint serves them all.
+checkpoint serves them all. Blocks behind it that hold code under `jax.checkpoint` are recovered too, each run of them from
+a checkpoint of its own.
 """
 
 from __future__ import annotations
@@ -19,19 +20,16 @@ from ratrain_jax.lowering.program import Program, Settings
 
 
 def recovered_layers(code: StepCode, blocks: Sequence[int]) -> tuple[bool, ...]:
-    """Marks the layers of the first `blocks[s]` blocks of each stage s, and those that the user checkpoints."""
-    depth = [
-        max(
-            [count]
-            + [
-                code.block_of[n] + 1
-                for n in code.layers_of(stage)
-                if code.layered.layers[n].checkpointed
-            ]
-        )
-        for stage, count in enumerate(blocks)
-    ]
-    return tuple(code.block_of[n] < depth[stage] for n, stage in enumerate(code.stage_of))
+    """Marks the layers of the first `blocks[s]` blocks of each stage s, and of those that the user checkpoints."""
+    asked = {
+        (stage, code.block_of[n])
+        for n, stage in enumerate(code.stage_of)
+        if code.layered.layers[n].checkpointed
+    }
+    return tuple(
+        block < blocks[stage] or (stage, block) in asked
+        for stage, block in zip(code.stage_of, code.block_of, strict=True)
+    )
 
 
 def program_within_limit(code: StepCode, settings: Settings, machine: Machine) -> Program:

@@ -48,7 +48,7 @@ class PlannedStage:
     Attributes:
         first: name of its first layer.
         layers: how many it has.
-        recovered: how many of them, from the first on, are recovered.
+        recovered: how many of them are recovered.
         seconds: forward, backward and recovery of one microbatch.
         memory: bytes of each of its devices at its fullest, by term.
     """

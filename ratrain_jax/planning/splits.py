@@ -133,7 +133,7 @@ class _Search:
         recovery = self.configuration.recovery
         if recovery == "auto":
             return fewest_recovered(self.costs, number, first, end, self._fits)
-        return self.costs.least_recovered(first, end) if recovery == "none" else end - first
+        return 0 if recovery == "none" else end - first
 
     def _fits(self, memory: StageMemory) -> bool:
         return memory.total <= self.limit

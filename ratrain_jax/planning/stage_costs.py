@@ -9,7 +9,7 @@ Bytes of a device, by term (a layer's own are in `LayerRow`; D the group, k the 
     gradients     zero=1: whole accumulators, of borrowed parameters too; zero=2: their shards, and the whole
                   gradients of the layers whose synchronisation is behind their backward
     residuals     k · Σ residuals of layers that keep them, and once those of the layers that are recovered
-    checkpoints   k · inputs of the first recovered layer (what the batch gives is an operand)
+    checkpoints   k · inputs of the first layer of each recovered run (what the batch gives is an operand)
     boundaries    what waits at the stage's ends: one microbatch's input and output more, and a gradient each way
     operands      what the stage reads of the batch, for all microbatches
     scratch       the most that one of its programs holds for a while (an estimate)
@@ -90,7 +90,7 @@ class Stage:
 
     Attributes:
         layers: its run of layers, half-open.
-        recovered: how many of them, from the first on, are recovered.
+        recovered: how many of them are recovered.
         forward: seconds of one microbatch's forward.
         backward: seconds of its backward.
         recover: seconds of its recovery.
@@ -192,39 +192,59 @@ class StageCosts:
             all_gather_seconds(self.machine, row.view, devices),
         )
 
-    def stage(self, number: int, first: int, end: int, recovered: int) -> Stage:
+    def stage(self, number: int, first: int, end: int, prefix: int) -> Stage:
         """Costs a run of layers as a stage.
 
         Args:
             number: the stage's number.
             first: its first layer.
             end: the layer after its last.
-            recovered: how many layers are recovered, from the first on.
+            prefix: how many layers are recovered from the first on; those that the user checkpoints are in any case.
         """
-        launches = len(block_ends(end - first)) * self.machine.launch_seconds
-        again = sum(1 for block in block_ends(end - first) if block <= recovered)
+        blocks = block_ends(end - first)
+        launches = len(blocks) * self.machine.launch_seconds
+        again, recover = 0, 0.0
+        for start, stop in self.recovered_runs(first, end, prefix):
+            again += stop - start
+            launched = sum(1 for block in blocks if start < first + block <= stop)
+            recover += self.forward[stop] - self.forward[start]
+            recover += launched * self.machine.launch_seconds
         return Stage(
             (first, end),
-            recovered,
+            again,
             self.forward[end] - self.forward[first] + launches,
             self.backward[end] - self.backward[first] + launches,
-            self.forward[first + recovered]
-            - self.forward[first]
-            + again * self.machine.launch_seconds,
-            self.memory(number, first, end, recovered),
+            recover,
+            self.memory(number, first, end, prefix),
         )
 
-    def memory(self, number: int, first: int, end: int, recovered: int) -> StageMemory:
+    def recovered_runs(self, first: int, end: int, prefix: int) -> list[tuple[int, int]]:
+        """The runs of layers of a stage that are recovered; see `stage`."""
+        runs = [(first, first + prefix)] if prefix else []
+        marked = [n for n in self.sums.checkpointed if first + prefix <= n < end]
+        if not marked:
+            return runs
+        ends = [first + block for block in block_ends(end - first)]
+        for start, stop in zip((first, *ends), ends, strict=False):
+            if any(start <= n < stop for n in marked):
+                if runs and runs[-1][1] == start:
+                    start, _ = runs.pop()
+                runs.append((start, stop))
+        return runs
+
+    def memory(self, number: int, first: int, end: int, prefix: int) -> StageMemory:
         """Bytes of a run of layers as a stage; see `stage`."""
         c, sums = self.configuration, self.sums
         flying = c.in_flight(number)
-        split = first + recovered
-        kept = sums.residuals[end] - sums.residuals[split]
-        once = sums.residuals[split] - sums.residuals[first]
         edges = [self.table.cuts[n] for n in (first - 1, end - 1) if 0 <= n < self.count - 1]
-        incoming = self.table.cuts[first - 1] if first else 0
-        if recovered:
-            once -= incoming  # it is the checkpoint
+        kept = sums.residuals[end] - sums.residuals[first]
+        once = checkpoints = 0
+        for start, stop in self.recovered_runs(first, end, prefix):
+            again = sums.residuals[stop] - sums.residuals[start]
+            incoming = self.table.cuts[start - 1] if start else 0
+            kept -= again
+            once += again - incoming  # what comes in is the checkpoint
+            checkpoints += incoming
         view, gradients = self.borrowed(first, end)
         return StageMemory(
             parameters=sums.parameters[end] - sums.parameters[first],
@@ -232,7 +252,7 @@ class StageCosts:
             view=sums.view[end] - sums.view[first] + view,
             gradients=self._gradients(first, end) + gradients,
             residuals=flying * kept + once,
-            checkpoints=flying * incoming if recovered else 0,
+            checkpoints=flying * checkpoints,
             boundaries=2 * sum(edges),
             operands=c.microbatches * (sums.operands[end] - sums.operands[first]),
             scratch=max(row.scratch for row in self.table.rows[first:end]),
@@ -253,12 +273,6 @@ class StageCosts:
 
     def _borrowers(self, first: int, end: int) -> Iterator[LayerRow]:
         return (self.table.rows[n] for n in self.sums.borrowers if first <= n < end)
-
-    def least_recovered(self, first: int, end: int) -> int:
-        """How many layers of a stage the runtime recovers in any case: up to the last that the user checkpoints."""
-        marked = [n for n in self.sums.checkpointed if first <= n < end]
-        last = marked[-1] - first if marked else -1
-        return next(stop for stop in (0, *block_ends(end - first)) if stop > last)
 
     def _gradients(self, first: int, end: int) -> int:
         if self.configuration.zero == 1:
@@ -321,9 +335,8 @@ class StageCosts:
 def fewest_recovered(
     costs: StageCosts, number: int, first: int, end: int, fits: Callable[[StageMemory], bool]
 ) -> int | None:
-    """How many layers of a stage must be recovered for it to fit, in whole blocks; None if it does not fit at all."""
-    least = costs.least_recovered(first, end)
-    for recovered in (0, *block_ends(end - first)):
-        if recovered >= least and fits(costs.memory(number, first, end, recovered)):
-            return recovered
+    """How many layers of a stage, from its first on, must be recovered for it to fit; None if it does not fit at all."""
+    for prefix in (0, *block_ends(end - first)):
+        if fits(costs.memory(number, first, end, prefix)):
+            return prefix
     return None

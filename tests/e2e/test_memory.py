@@ -336,3 +336,38 @@ def test_a_census_leaves_training_as_it_is():
     after, _ = compiled(state, make_batch())
     (counted, _), _ = compiled.census(state, make_batch())
     assert not differing(jax.tree.map(np.asarray, after), jax.tree.map(np.asarray, counted))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "ratrain"])
+@pytest.mark.parametrize("recovery", ["none", "backward", "forward"])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_layers_checkpointed_behind_others_are_recovered_alone(schedule, recovery, zero):
+    def make(checkpointed):
+        def step(state, batch):
+            def loss_fn(params):
+                x = batch["x"]
+                for n in range(7):
+                    x = rt.layer(x, f"layer_{n}")
+                    block = jax.checkpoint(_residual) if n in checkpointed else _residual
+                    x = block(params[f"layer_{n}"], x)
+                return ((x - batch["y"]) ** 2).mean()
+
+            loss, grads = rt.value_and_grad(loss_fn)(state["params"])
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+            return {"params": params}, loss
+
+        options = {"schedule": schedule, "recovery": recovery, "zero": zero}
+        return rt.train_step(stages=1, data_parallel=2, microbatches=3, **options)(step)
+
+    state = {"params": make_state(7, optax.sgd(0.1))["params"]}
+    lowered = make({2, 3, 5}).lower(state, make_batch(24))
+    marks = [layer.recovered for layer in lowered.program.layers]
+    assert marks == [recovery != "none" or n in {2, 3, 5} for n in range(7)]
+    results, census = lowered.compile().census(state, make_batch(24))
+    assert census.largest_difference <= 0.02
+    plain = make(set())(state, make_batch(24))
+    assert not differing(results, plain)
+
+
+def _residual(own, x):
+    return x + jax.nn.gelu(x @ own["up"]) @ own["down"]

@@ -446,6 +446,42 @@ def test_checkpoints_and_tied_parameters_are_counted_as_the_program_does(remat, 
     assert any(recovered) == remat
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_late_checkpoints_are_counted_as_the_program_does(stages):
+    def block(own, x):
+        return x + jax.nn.gelu(x @ own["up"]) @ own["down"]
+
+    def step(params, batch):
+        def loss(params):
+            x = batch
+            for n in range(12):
+                x = rt.layer(x, f"layer_{n:02}")
+                again = jax.checkpoint(block) if n in {2, 3, 5, 10} else block
+                x = again(params[f"layer_{n:02}"], x)
+            return (x**2).mean()
+
+        value, grads = rt.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    leaf = jax.ShapeDtypeStruct
+    layer = {"up": leaf((64, 256), "float32"), "down": leaf((256, 64), "float32")}
+    params = {f"layer_{n:02}": layer for n in range(12)}
+    batch = leaf((64, 64), "float32")
+    known = workload(step, (params, batch), A100, 64)
+    c = Configuration(stages=stages, data_parallel=2, rows=8, microbatches=4, recovery="none")
+    found = look_at(c, known.table(8), A100, 10**12)
+    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "recovery": "none"}
+    decorated = rt.train_step(**options)(step)
+    trace, _ = trace_step(step, (params, batch), decorated.options)
+    names = [known.table(8).rows[s.layers[0]].name for s in found.split.stages[1:]]
+    _, program = lower_step(trace, decorated.options.settings(), A100, names)
+    for stage, peak in zip(found.split.stages, memory_analysis(program).peaks, strict=True):
+        assert 0.97 * peak <= stage.memory.total - stage.memory.scratch <= 1.05 * peak
+    recovered = [sum(x.recovered for x in program.layers if x.stage == s) for s in range(stages)]
+    assert [stage.recovered for stage in found.split.stages] == recovered
+    assert sum(recovered) == 4
+
+
 def test_a_plan_for_a_machine_of_ones_own_takes_its_kernels_beside_it():
     own = dataclasses.replace(load_machine("mt3000"), name="own")
     step, params, batch = scanned(64, 3, 256)

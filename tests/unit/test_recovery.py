@@ -1,4 +1,4 @@
-"""Which layers are recovered, from tables alone: a stage recovers a prefix of its blocks."""
+"""Which layers are recovered: a prefix of the blocks of a stage, and what the user checkpoints behind it."""
 
 from types import SimpleNamespace
 
@@ -39,3 +39,9 @@ def test_what_the_user_checkpoints_is_recovered_in_any_case():
     code = code_of((0, 0, 1, 1), (0, 1, 0, 1), checkpointed={2})
     assert recovered_layers(code, (0, 0)) == (False, False, True, False)
     assert recovered_layers(code, (1, 0)) == (True, False, True, False)
+
+
+def test_a_late_checkpoint_does_not_recover_what_stands_before_it():
+    code = code_of((0,) * 4, (0, 1, 2, 3), checkpointed={2})
+    assert recovered_layers(code, (0,)) == (False, False, True, False)
+    assert recovered_layers(code, (1,)) == (True, False, True, False)
