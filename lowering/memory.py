@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from ratrain_jax.errors import OptionError
+
 from .liveness import StageSeries, memory_series
 from .mnemonics import op_label
 from .program import Kind, Op, Program
+from .resident import formulas
 from .text import readable_bytes
 
 _STAGES_A_TABLE: Final = 5
@@ -43,9 +46,11 @@ class MemoryAnalysis:
 
     Attributes:
         stages: one report a stage.
+        program: whose.
     """
 
     stages: tuple[StageMemory, ...]
+    program: Program = dataclasses.field(repr=False)
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -56,6 +61,27 @@ class MemoryAnalysis:
     def by_kind(self) -> tuple[Mapping[Kind, int], ...]:
         """Bytes of each kind at the peak, one table a stage."""
         return tuple(stage.by_kind for stage in self.stages)
+
+    def explain(self, stage: int | None = None) -> str:
+        """The formula of each figure at a stage's peak: what is resident, how often, and how many bytes each.
+
+        Args:
+            stage: the stage; the fullest unless given.
+
+        Raises:
+            OptionError: there is no such stage.
+        """
+        fullest = max(range(len(self.stages)), key=self.peaks.__getitem__)
+        number = fullest if stage is None else stage
+        if not 0 <= number < len(self.stages):
+            raise OptionError(
+                f"there is no stage {number}; choose one of 0 to {len(self.stages) - 1}."
+            )
+        found = self.stages[number]
+        if found.index is None or found.op is None:
+            return f"stage {number} has no ops and holds {readable_bytes(found.peak)}"
+        head = f"stage {number} holds {readable_bytes(found.peak)} a device at op {found.index}: {op_label(found.op)}"
+        return "\n".join((head, *formulas(self.program, number, found.index)))
 
     def __str__(self) -> str:
         numbered = list(enumerate(self.stages))
@@ -86,7 +112,8 @@ def memory_analysis(
         tuple(
             _stage_memory(series, program.order[series.stage], temporaries)
             for series in memory_series(program)
-        )
+        ),
+        program,
     )
 
 

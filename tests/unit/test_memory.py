@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from ratrain_jax.errors import OptionError
 from ratrain_jax.lowering.liveness import memory_series
 from ratrain_jax.lowering.memory import memory_analysis
 from ratrain_jax.lowering.program import (
@@ -21,6 +22,8 @@ from ratrain_jax.lowering.program import (
     Value,
     ZeroGradient,
 )
+from ratrain_jax.lowering.resident import residents
+from ratrain_jax.lowering.text import readable_bytes
 from tests.programs import make_program
 
 
@@ -137,3 +140,32 @@ def test_values_are_counted_by_their_dtype():
     array = ArrayType((3,), "bfloat16")
     values = [dataclasses.replace(value(0, Kind.VIEW, 1), arrays=(array, array))]
     assert memory_series(program(values, ()))[0].start == {Kind.VIEW: 12}
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero": 2}, {"recovered": (2, 1)}, {"clip": True}])
+def test_residents_add_up_to_the_bytes_at_every_op(settings):
+    made = make_program(data_parallel=2, microbatches=3, **settings)
+    for series in memory_series(made):
+        for index in range(len(made.order[series.stage])):
+            found: dict[Kind, int] = {}
+            for resident in residents(made, series.stage, index):
+                found[resident.kind] = (
+                    found.get(resident.kind, 0) + resident.copies * resident.bytes
+                )
+            at = {kind: sizes[index] for kind, sizes in series.at.items() if sizes[index]}
+            assert found == at
+
+
+def test_an_explanation_names_what_is_resident_and_how_often():
+    made = make_program(microbatches=4, schedule="gpipe")
+    analysis = memory_analysis(made)
+    text = analysis.explain(0)
+    assert text.startswith(f"stage 0 holds {readable_bytes(analysis.peaks[0])} a device at op")
+    for kind, size in analysis.by_kind[0].items():
+        assert f"\n{kind} {readable_bytes(size)}\n" in text
+    # With all forwards before all backwards, each layer's residuals are there for all microbatches.
+    assert "    = 4 × " in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert analysis.explain().startswith(f"stage {analysis.peaks.index(max(analysis.peaks))} ")
+    with pytest.raises(OptionError, match="no stage 7; choose one of 0 to 1"):
+        analysis.explain(7)
