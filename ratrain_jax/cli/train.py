@@ -33,8 +33,8 @@ from ratrain_jax.cli.options import (
 from ratrain_jax.cli.output import is_quiet, note, progress, working
 from ratrain_jax.errors import OptionError
 
-_LINES = 20
-"""About how many steps are told of where there is no terminal."""
+_LINES, _EVERY = 20, 100
+"""Where there is no terminal, about so many steps are told of, and at least each of so many."""
 
 
 _WINDOW = 10
@@ -251,10 +251,11 @@ def _shown(steps: int) -> Iterator[Callable[[Step], None]]:
 
     console = Console(stderr=True)
     if is_quiet() or not console.is_terminal:
-        every = max(steps // _LINES, 1)
+        every = min(max(steps // _LINES, 1), _EVERY)
 
         def line(done: Step) -> None:
-            if done.step == steps or (not is_quiet() and done.step % every == 0):
+            told = done.step == 1 or done.step % every == 0
+            if done.step == steps or (told and not is_quiet()):
                 click.echo(str(done))
 
         yield line

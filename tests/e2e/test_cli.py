@@ -95,9 +95,9 @@ def test_a_model_trains_on_a_text_and_its_run_is_written(model, tmp_path):
 def test_a_run_is_there_while_it_goes(model, tmp_path):
     text, run = tmp_path / "text.txt", tmp_path / "run.jsonl"
     text.write_text(TEXT)
+    command = ["train", text, "--model", model, "--sequence", 16, "--steps", 10**6, "-o", run]
     going = subprocess.Popen(
-        [sys.executable, "-m", "ratrain_jax.cli", "train", str(text), "--model", str(model)]
-        + ["--sequence", "16", "--steps", "1000000", "-o", str(run)],
+        [sys.executable, "-m", "ratrain_jax.cli", *map(str, command)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
