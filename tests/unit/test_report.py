@@ -107,8 +107,12 @@ def test_every_bar_is_in_the_columns_as_it_is(timeline):
     assert len(entries.rows) < len(chart.bars)  # microbatches share theirs
 
 
-def test_what_is_exposed_of_bars_is_where_the_stage_computes_nothing(timeline):
-    chart = timeline.chart
+@pytest.mark.parametrize("slow", [1, 20])  # so slow that stages compute and wait in turn meanwhile
+def test_what_is_exposed_of_bars_is_where_the_stage_computes_nothing(timeline, slow):
+    def slowed(op):
+        return seconds_of(op) * (slow if op.lane == Lane.LINK else 1)
+
+    chart = rt.simulate(timeline.program, "mt3000", seconds=slowed).chart
     spans = exposed_spans(chart)
     for kind in {bar.kind for bar in chart.bars if bar.lane == Lane.LINK}:
         told = sum(bar.exposed for bar in chart.bars if bar.kind == kind)

@@ -103,7 +103,7 @@ def figures(timeline: Timeline) -> list[tuple[str, str, str]]:
     found = [
         ("step", duration(timeline.step_seconds), "from step to step"),
         ("bubble rate", f"{timeline.bubble_rate:.1%}", "of the step, the pacing stage waits"),
-        ("pacing stage", str(timeline.breakdown.stage), f"of {stages} stages, 0 to {stages - 1}"),
+        ("pacing stage", str(timeline.breakdown.stage), f"of {stages}; it keeps the next step waiting longest"),
         ("tail", duration(max(timeline.tails)), "the longest, to the next step's first forward"),
         ("exposed", duration(exposed[0]), "communication of the stage that has most of it"),
         ("memory", readable_bytes(int(curve.total[curve.peak])), f"the most, on stage {curve.stage}"),
