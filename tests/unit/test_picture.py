@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 
 import ratrain_jax as rt
 from ratrain_jax.kernels import load_machine
-from ratrain_jax.lowering.program import Backward, Forward, Kind, Lane, Recover, Send
+from ratrain_jax.lowering.program import Backward, Forward, Kind, Lane, PrefetchView, Recover, Send
 from ratrain_jax.lowering.schedules import in_order_of_data, one_forward_one_backward
 from ratrain_jax.runtime.measured import MeasuredOp, MeasuredRun
 from ratrain_jax.views.chart import KINDS, Bar, Chart
@@ -218,13 +218,19 @@ def numbers(figure):
     return [int(m[1]) for text in written(figure) if (m := re.fullmatch(r"× (\d+)", text))]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_belongs_to_no_microbatch_is_never_folded(case):
-    chart = timeline(case, microbatches=70).chart
-    for fold in find_folds([chart], [range(len(chart.memory))], beside=1):
-        for bar in chart.bars:
-            if bar.next_step or getattr(bar.op, "microbatch", None) is None:
-                assert bar.end <= fold.start or fold.end <= bar.start
+def test_what_belongs_to_no_microbatch_is_never_folded():
+    chart = timeline("ratrain", microbatches=70).chart
+    (fold,) = find_folds([chart], [(0, 1)], beside=1)
+    middle = (fold.start + fold.end) / 2
+    gather = next(bar for bar in chart.bars if isinstance(bar.op, PrefetchView))
+    moved = dataclasses.replace(gather, start=middle, end=middle + 1.0)
+    bars = sorted((*chart.bars, moved), key=lambda bar: bar.start)
+    before, after = find_folds([dataclasses.replace(chart, bars=tuple(bars))], [(0, 1)], beside=1)
+    assert before.end <= moved.start and moved.end <= after.start
+    for bar in bars:
+        if bar.next_step or getattr(bar.op, "microbatch", None) is None:
+            for found in (before, after):
+                assert bar.end <= found.start or found.end <= bar.start
 
 
 def test_short_steps_are_not_folded():
