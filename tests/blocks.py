@@ -1,9 +1,10 @@
 """The fenced blocks of Markdown pages, run as a reader would run them.
 
-All ```python blocks of a page are run in order in one namespace, and its ```console blocks of `ratrain` commands between them,
-unless `<!-- not run -->` stands above one. A page that begins with `<!-- continues other.md -->` starts from what the python
-blocks of that page left. A ```text block with nothing but blank lines before it is the output of the block above; `…` in it
-stands for any text. `python -m tests.blocks docs/page.md` writes those outputs of a page anew that are no longer so.
+All ```python blocks of a page are run in order in one namespace, and its ```console blocks of `ratrain` commands between
+them, unless `<!-- not run -->` stands above one. A page that begins with `<!-- continues other.md -->` starts from what the
+python blocks of that page left. A ```text block with nothing but blank lines before it is the output of the block above; `…`
+in it stands for any text; `<!-- with JAX 0.10 -->` above a block says with which version it prints that. `python -m
+tests.blocks docs/page.md` writes those outputs of a page anew that are no longer so.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _BLOCK = re.compile(r"""^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$""", re.DOTALL | re.MULTILINE)
+_VERSION = re.compile(r"<!-- with JAX (\S+) -->\n$")
 _CONTINUES = re.compile(r"^<!-- continues (\S+) -->$", re.MULTILINE)
 
 
@@ -32,6 +34,7 @@ class Block:
         title: the file that it is said to be saved as; None where nothing is said.
         output: what it is said to print; None where nothing is said.
         run: whether it is to be run.
+        jax: the version of JAX with which it prints that; None for all.
     """
 
     language: str
@@ -40,6 +43,7 @@ class Block:
     title: str | None = None
     output: str | None = None
     run: bool = True
+    jax: str | None = None
 
 
 def read_blocks(text: str) -> list[Block]:
@@ -54,7 +58,8 @@ def read_blocks(text: str) -> list[Block]:
         else:
             line = text.count("\n", 0, match.start()) + 2
             run = not between.endswith("<!-- not run -->\n")
-            found.append(Block(language, code, line, title, run=run))
+            version = _VERSION.search(between)
+            found.append(Block(language, code, line, title, None, run, version and version[1]))
         end = match.end()
     return found
 
@@ -121,11 +126,26 @@ RUNS = {"python": run_python, "console": run_console}
 """How a block of a language is run."""
 
 
-def matches(shown: str, printed: str) -> bool:
-    """Whether a page shows what was printed."""
-    return bool(
-        re.fullmatch(re.escape(shown.strip()).replace("…", ".*"), printed.strip(), re.DOTALL)
-    )
+def matches(shown: str, printed: str, numbers: bool = True) -> bool:
+    """Whether a page shows what was printed.
+
+    Args:
+        shown: the output in the page.
+        printed: what was printed.
+        numbers: whether numbers, their columns and units, and bars of letters must be the same.
+    """
+    if not numbers:
+        shown, printed = map(_without_numbers, (shown, printed))
+    pattern = re.escape(shown.strip()).replace("…", ".*")
+    return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
+
+
+_NUMBER = re.compile(r"\d[\d.,]*(e[+-]?\d+)?…?( ([KMGT]i)?B\b)?")
+_BAR = re.compile(r"([A-Z])\1+")  # as long as its bytes are many
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r" +", " ", _BAR.sub(r"\1", _NUMBER.sub("0", text)))
 
 
 def fill(path: Path) -> str:

@@ -7,12 +7,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.blocks import matches, page_blocks, run_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+# Residuals and costs are counted from what JAX traces, which differs between versions. The pages show the main target's.
+SAME_NUMBERS = jax.__version__.startswith("0.10.")
 RUN = [page for page in sorted(DOCS.rglob("*.md")) if any(True for _ in page_blocks(page))]
 
 
@@ -21,7 +24,8 @@ def test_the_blocks_of_a_page_run_and_print_what_is_shown(page, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     for block, printed in run_page(page):
         where = f"{page.relative_to(ROOT)}:{block.line}"
-        assert block.output is None or matches(block.output, printed), f"{where} prints\n{printed}"
+        if block.output is not None and jax.__version__.startswith(block.jax or ""):
+            assert matches(block.output, printed, SAME_NUMBERS), f"{where} prints\n{printed}"
 
 
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
