@@ -18,6 +18,7 @@ from ratrain_jax.kernels import Arithmetic
 from ratrain_jax.lowering.records import Form, read
 from ratrain_jax.options import BACKENDS, Options, Window
 from ratrain_jax.planning.configuration import Configuration
+from ratrain_jax.planning.memory_parts import MemoryPart
 from ratrain_jax.planning.stage_costs import StageMemory
 from ratrain_jax.planning.why_not import WhyNot
 from ratrain_jax.tracing import abstract
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ratrain_jax.lowered import Lowered
     from ratrain_jax.lowering.program import Program
 
-_FORM: Final = Form("ratrain-plan", 1, "plan", PlanError)
+_FORM: Final = Form("ratrain-plan", 2, "plan", PlanError)
 
 
 def fingerprint_of(args: Sequence[Any]) -> str:
@@ -51,6 +52,7 @@ class PlannedStage:
         recovered: how many of them are recovered.
         seconds: forward, backward and recovery of one microbatch.
         memory: bytes of each of its devices at its fullest, by term.
+        parts: what each term is made of.
     """
 
     first: str
@@ -58,6 +60,7 @@ class PlannedStage:
     recovered: int
     seconds: float
     memory: StageMemory
+    parts: tuple[MemoryPart, ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -168,6 +171,19 @@ class Plan:
             boundaries=tuple(stage.first for stage in self.stages[1:]),
             backend=self.backend if backend is None else backend,
         )
+
+    def explain(self, stage: int | None = None) -> str:
+        """The formula of each figure of a stage's memory: how often, how many bytes, and of what.
+
+        Args:
+            stage: the stage; the fullest unless given.
+
+        Raises:
+            OptionError: there is no such stage.
+        """
+        from ratrain_jax.planning.tables import memory_text
+
+        return memory_text(self, stage)
 
     def to_json(self) -> str:
         """The plan as JSON that `from_json` reads back to an equal plan."""

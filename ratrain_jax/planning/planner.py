@@ -14,9 +14,10 @@ from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.planning.configuration import RUNNABLE
 from ratrain_jax.planning.fewest import fewest_devices
+from ratrain_jax.planning.memory_parts import memory_parts
 from ratrain_jax.planning.plan import Plan, PlannedStage, fingerprint_of
 from ratrain_jax.planning.search import Found, search
-from ratrain_jax.planning.simulated import SIMULATED_SCHEDULES
+from ratrain_jax.planning.simulated import SIMULATED_SCHEDULES, costs_of
 from ratrain_jax.planning.space import Space
 from ratrain_jax.planning.why_not import why_not
 from ratrain_jax.planning.workload import Workload
@@ -138,6 +139,7 @@ def _plan(found: Found, work: Workload, limit: int) -> Plan:
     assert best.split is not None
     assert best.seconds is not None
     table = work.table(best.configuration.rows)
+    costs = costs_of(table, best.configuration, work.machine)
     stages = tuple(
         PlannedStage(
             table.rows[stage.layers[0]].name,
@@ -145,8 +147,9 @@ def _plan(found: Found, work: Workload, limit: int) -> Plan:
             stage.recovered,
             stage.seconds,
             stage.memory,
+            memory_parts(costs, number, stage),
         )
-        for stage in best.split.stages
+        for number, stage in enumerate(best.split.stages)
     )
     return Plan(
         configuration=best.configuration,

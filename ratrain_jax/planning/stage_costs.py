@@ -91,6 +91,7 @@ class Stage:
     Attributes:
         layers: its run of layers, half-open.
         recovered: how many of them are recovered.
+        prefix: how many of those from the first on, whether or not the user checkpoints them.
         forward: seconds of one microbatch's forward.
         backward: seconds of its backward.
         recover: seconds of its recovery.
@@ -99,6 +100,7 @@ class Stage:
 
     layers: tuple[int, int]
     recovered: int
+    prefix: int
     forward: float
     backward: float
     recover: float
@@ -212,6 +214,7 @@ class StageCosts:
         return Stage(
             (first, end),
             again,
+            prefix,
             self.forward[end] - self.forward[first] + launches,
             self.backward[end] - self.backward[first] + launches,
             recover,

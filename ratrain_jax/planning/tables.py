@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ratrain_jax.errors import OptionError
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.planning.stage_costs import TERMS
 from ratrain_jax.tables import render, wrapped
@@ -72,6 +73,26 @@ def _largest(stage: PlannedStage) -> str:
     """The two largest terms of a stage's memory."""
     terms = sorted(TERMS, key=lambda term: -getattr(stage.memory, term))[:2]
     return ", ".join(f"{term} {readable_bytes(getattr(stage.memory, term))}" for term in terms)
+
+
+def memory_text(plan: Plan, stage: int | None) -> str:
+    """The terms of a stage's memory, each with its parts; of the fullest stage unless one is given."""
+    totals = [planned.memory.total for planned in plan.stages]
+    number = max(range(len(totals)), key=totals.__getitem__) if stage is None else stage
+    if not 0 <= number < len(totals):
+        raise OptionError(f"the plan has no stage {number}; choose one of 0 to {len(totals) - 1}.")
+    planned = plan.stages[number]
+    lines = [f"stage {number} needs {readable_bytes(totals[number])} a device"]
+    for term in TERMS:
+        parts = [part for part in planned.parts if part.term == term]
+        if parts:
+            lines.append(f"{term} {readable_bytes(getattr(planned.memory, term))}")
+        for place, part in enumerate(parts):
+            sign = "-" if part.bytes < 0 else "+" if place else "="
+            times = f"{part.times} × " if part.times > 1 else ""
+            line = f"    {sign} {times}{readable_bytes(abs(part.bytes))} {part.what}"
+            lines.append(line if len(line) <= 80 else line[:79] + "…")
+    return "\n".join(lines)
 
 
 def _why_not(entries: tuple[WhyNot, ...]) -> str:

@@ -21,15 +21,19 @@ from ratrain_jax.kernels import Arithmetic, load_machine
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.memory import memory_analysis
 from ratrain_jax.lowering.op_costs import code_work
+from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.models import ModelConfig, language_model
 from ratrain_jax.planning.code_cost import code_cost
 from ratrain_jax.planning.configuration import Configuration
 from ratrain_jax.planning.fewest import fewest_devices
+from ratrain_jax.planning.memory_parts import memory_parts
+from ratrain_jax.planning.plan import Plan
 from ratrain_jax.planning.planner import workload
 from ratrain_jax.planning.search import least_seconds, look_at, search
+from ratrain_jax.planning.simulated import costs_of
 from ratrain_jax.planning.space import Space
 from ratrain_jax.planning.splits import Split, best_split
-from ratrain_jax.planning.stage_costs import StageCosts, fewest_recovered
+from ratrain_jax.planning.stage_costs import TERMS, StageCosts, fewest_recovered
 from ratrain_jax.planning.step_tasks import step_seconds
 from ratrain_jax.tracing import trace_step
 
@@ -480,6 +484,54 @@ def test_late_checkpoints_are_counted_as_the_program_does(stages):
     recovered = [sum(x.recovered for x in program.layers if x.stage == s) for s in range(stages)]
     assert [stage.recovered for stage in found.split.stages] == recovered
     assert sum(recovered) == 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "ratrain", "gpipe", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("recovery", ["none", "auto", "forward"])
+@pytest.mark.parametrize(("remat", "tied"), [(True, False), (False, True)])
+def test_every_term_of_memory_is_the_sum_of_its_parts(schedule, zero, recovery, remat, tied):
+    table = scanned_table(remat, tied)
+    chunks = 2 if schedule == "interleaved" else 1
+    c = Configuration(
+        stages=2,
+        data_parallel=2,
+        rows=1,
+        microbatches=4,
+        schedule=schedule,
+        zero=zero,
+        recovery=recovery,
+        chunks=chunks,
+    )
+    limit = 10**12 if recovery != "auto" else 2_400_000
+    found = look_at(c, table, A100, limit)
+    assert found.split is not None
+    costs = costs_of(table, c, A100)
+    for number, stage in enumerate(found.split.stages):
+        sums = dict.fromkeys(TERMS, 0)
+        for part in memory_parts(costs, number, stage):
+            sums[part.term] += part.times * part.bytes
+        assert sums == {term: getattr(stage.memory, term) for term in TERMS}
+
+
+@functools.cache
+def scanned_table(remat, tied):
+    step, params, batch = scanned(64, 6, 512, remat, tied)
+    return workload(step, (params, batch), A100, 8).table(1)
+
+
+def test_a_plan_explains_its_memory():
+    plan = plain_plan()
+    text = plan.explain()
+    totals = [stage.memory.total for stage in plan.stages]
+    assert text.startswith(f"stage {totals.index(max(totals))} needs ")
+    for term in TERMS:
+        size = getattr(plan.stages[0].memory, term)
+        assert (f"\n{term} {readable_bytes(size)}\n" in plan.explain(0)) == bool(size)
+    assert max(map(len, text.splitlines())) <= 80
+    assert Plan.from_json(plan.to_json()).explain() == text
+    with pytest.raises(OptionError, match="the plan has no stage 99"):
+        plan.explain(99)
 
 
 def test_a_plan_for_a_machine_of_ones_own_takes_its_kernels_beside_it():
