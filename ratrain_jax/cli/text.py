@@ -53,8 +53,8 @@ def passages(
         length: tokens of a passage.
         seed: equal seeds give equal batches.
 
-    Yields:
-        `inputs` and, one token on, `targets`: both (rows, length), int32.
+    Returns:
+        Batches of `inputs` and, one token on, `targets`: both (rows, length), int32.
 
     Raises:
         OptionError: the text is shorter than a passage.
@@ -64,6 +64,12 @@ def passages(
             f"the text has {len(tokens)} tokens, and a passage needs {length + 1}; take a longer text, or a shorter"
             " --sequence."
         )
+    return _drawn(tokens, rows, length, seed)
+
+
+def _drawn(
+    tokens: np.ndarray, rows: int, length: int, seed: int
+) -> Iterator[dict[str, np.ndarray]]:
     rng = np.random.default_rng(seed)
     offsets = np.arange(length + 1)
     while True:

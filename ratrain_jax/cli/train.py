@@ -147,41 +147,47 @@ def train(
     optimizer = optax.adamw(learning_rate, b2=0.95, weight_decay=0.1)
     lm = language_model(config, sequence=sequence, optimizer=optimizer, dtype=dtype)
     step = train_step(**settings)(lm.step)
-    options = step.options
-    rows = options.data_parallel * options.microbatches * microbatch_size
+    rows = step.options.data_parallel * step.options.microbatches * microbatch_size
     batches = passages(tokens, rows, sequence, seed)
-    first = next(batches)
-    ask_for(options.stages * options.data_parallel)
+    compiled = _compiled(step, lm, rows)
+    state = _initial(lm, seed)
+    note(words)
+    chosen = {"text": text, "dtype": dtype, "learning_rate": learning_rate, "seed": seed}
+    meant = {"tokens": words, "tokens_a_step": rows * sequence}
+    head = {"model": dataclasses.asdict(config), **chosen, **meant, **_layout(compiled)}
+    with open(path, "w", encoding="utf-8") as file, _shown(steps) as tell:
+        _write(file, json.dumps({"format": "ratrain-run", "version": 1, **head}))
+        for done in run(compiled, state, batches, steps, rows * sequence):
+            _write(file, done.line())
+            tell(done)
+    note(f"wrote {path}")
+
+
+def _free(path: str, overwrite: bool) -> str:
+    """The path of the run, if it may be written."""
+    if os.path.exists(path) and not overwrite:
+        raise OptionError(
+            f"{path} is there already; name another file with -o, or give --overwrite."
+        )
+    return path
+
+
+def _compiled(step: Any, lm: Any, rows: int) -> Any:
+    """The step for batches of so many rows."""
+    ask_for(step.options.stages * step.options.data_parallel)
     with working("lowering"):
         lowered = step.lower(lm.abstract_state(), lm.abstract_batch(rows))
-    compiled = lowered.compile(progress=progress())
-    note(words)
-    head = {
-        "format": "ratrain-run",
-        "version": 1,
-        "model": dataclasses.asdict(config),
-        "text": text,
-        "tokens": words,
-        "tokens_a_step": rows * sequence,
-        "dtype": dtype,
-        "learning_rate": learning_rate,
-        "seed": seed,
+    return lowered.compile(progress=progress())
+
+
+def _layout(compiled: Any) -> dict[str, Any]:
+    """What the head of a run says of the compiled step."""
+    lowered = compiled.lowered
+    return {
         "settings": dataclasses.asdict(lowered.program.settings),
         "predicted_memory": max(lowered.memory_analysis().peaks),
         "memory_of": memory(compiled.devices)[0],
     }
-    state = _initial(lm, seed)
-
-    def all_batches() -> Iterator[Any]:
-        yield first
-        yield from batches
-
-    with open(path, "w", encoding="utf-8") as file, _shown(steps) as tell:
-        _write(file, json.dumps(head))
-        for done in run(compiled, state, all_batches(), steps, rows * sequence):
-            _write(file, done.line())
-            tell(done)
-    note(f"wrote {path}")
 
 
 def run(
