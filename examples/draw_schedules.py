@@ -44,10 +44,12 @@ def simulated(model: GPT, rows: int, stages: int, microbatches: int, schedule: s
 
 
 def save(timeline: Timeline, path: pathlib.Path, *others: Timeline) -> None:
-    """Writes a picture, as PNG with the few colours that it has."""
+    """Writes a picture; a PNG with no more colours than it needs."""
     timeline.plot(*others).savefig(path)
     if path.suffix == ".png":
-        Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+        Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(
+            path, optimize=True
+        )
 
 
 def main() -> None:
