@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ratrain_jax import models as models
     from ratrain_jax.evaluation import eval_step as eval_step
     from ratrain_jax.gathering import gather as gather
+    from ratrain_jax.loss_scale import DynamicLossScale as DynamicLossScale
+    from ratrain_jax.loss_scale import all_finite as all_finite
+    from ratrain_jax.loss_scale import select_tree as select_tree
     from ratrain_jax.losses import grad as grad
     from ratrain_jax.losses import value_and_grad as value_and_grad
     from ratrain_jax.lowering.keys import microbatch_key as microbatch_key
@@ -32,16 +35,19 @@ __version__ = "0.1.0"
 # its own home. Any other name must differ from every submodule of this package: importing such a
 # submodule would put the module in the name's place.
 _HOMES = {
+    "DynamicLossScale": "ratrain_jax.loss_scale",
     "Plan": "ratrain_jax.planning.plan",
     "Profile": "ratrain_jax.profiling.profile",
     "StackedLeaf": "ratrain_jax.stacked_leaf",
     "Window": "ratrain_jax.options",
+    "all_finite": "ratrain_jax.loss_scale",
     "errors": "ratrain_jax.errors",
     "eval_step": "ratrain_jax.evaluation",
     "gather": "ratrain_jax.gathering",
     "grad": "ratrain_jax.losses",
     "layer": "ratrain_jax.lowering.marks",
     "machines": "ratrain_jax.machines",
+    "select_tree": "ratrain_jax.loss_scale",
     "simulate": "ratrain_jax.simulation.simulate",
     "plan": "ratrain_jax.planning.planner",
     "microbatch_key": "ratrain_jax.lowering.keys",
