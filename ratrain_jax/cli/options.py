@@ -32,6 +32,7 @@ class Asked:
         dtype: compute dtype of a model.
         microbatch_size: examples of a microbatch on a device, of a model.
         settings: options of `train_step` that were given.
+        plan: a saved plan that says the settings of a step; None without.
     """
 
     target: str | None
@@ -42,6 +43,7 @@ class Asked:
     dtype: str
     microbatch_size: int
     settings: Mapping[str, Any]
+    plan: str | None = None
 
 
 def _quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -124,6 +126,12 @@ _MODEL_OPTIONS = (
     ),
 )
 
+plan_option = click.option(
+    "--plan",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A plan of ratrain plan that says the settings of the step.",
+)
+
 microbatch_size_option = click.option(
     "--microbatch-size",
     default=1,
@@ -174,11 +182,6 @@ def _stack(options: tuple[Callable[[Any], Any], ...], function: Any) -> Any:
     return function
 
 
-def model_options(function: F) -> F:
-    """`--model`, `--sequence` and `--dtype`."""
-    return _stack(_MODEL_OPTIONS, function)
-
-
 def settings_options(function: F) -> F:
     """The options of `train_step`; those given come as one argument, `settings`."""
 
@@ -206,4 +209,4 @@ def target_options(function: F) -> F:
         asked = Asked(**{name: given.pop(name) for name in names})
         return function(*args, asked=asked, **given)
 
-    return source_options(microbatch_size_option(settings_options(gathered)))  # pyright: ignore[reportReturnType]
+    return source_options(microbatch_size_option(plan_option(settings_options(gathered))))  # pyright: ignore[reportReturnType]

@@ -80,6 +80,8 @@ class Target:
 def find(asked: Asked) -> Target:
     """Finds and lowers what was asked for.
 
+    A plan may be the target, with the model that it is for, or stand beside a step or a model as `--plan`.
+
     Args:
         asked: what the options say.
 
@@ -136,9 +138,14 @@ def decorated(step: Callable[..., Any], asked: Asked) -> Step:
         asked: what the options say.
     """
     from ratrain_jax.evaluation import EvalStep
+    from ratrain_jax.planning.plan import Plan
     from ratrain_jax.train import TrainStep, train_step
 
     settings: dict[str, Any] = dict(asked.settings)
+    if asked.plan is not None:
+        _refuse_settings(asked, "a plan")
+        plain = step.__wrapped__ if isinstance(step, TrainStep) else step
+        return train_step(plan=Plan.load(asked.plan))(plain)
     if isinstance(step, EvalStep) or (isinstance(step, TrainStep) and step.plan is not None):
         _refuse_settings(asked, "a step that evaluates, or was decorated with a plan,")
         return step
@@ -199,9 +206,10 @@ def _refuse_settings(asked: Asked, what: str) -> None:
         raise OptionError(f"--{name} was given beside {what} that says it; leave it out.")
 
 
-def _lowered(name: str, source: Source, plan: Plan | None = None) -> Target:
+def _lowered(name: str, source: Source) -> Target:
     """A target of a decorated step."""
     step: Any = source.step
+    plan = getattr(step, "plan", None)
     ask_for(step.options.stages * step.options.data_parallel)
     with working("lowering"):
         lowered = step.lower(*source.types)
@@ -209,26 +217,23 @@ def _lowered(name: str, source: Source, plan: Plan | None = None) -> Target:
 
 
 def _of_model(asked: Asked) -> Target:
-    from ratrain_jax.train import train_step
-
     if asked.model is None:
         raise OptionError(
             "what to look at is not said; give a step as module:step, a saved plan or program, or --model."
         )
-    if asked.target is None:
-        step = decorated(_model(asked).step, asked)
-        parts = step.options.data_parallel * step.options.microbatches
-        source = _model_source(asked, parts * asked.microbatch_size)
-        return _lowered(asked.model, dataclasses.replace(source, step=step))
-    plan = read_file(asked.target)[1] if _is_file(asked.target) else None
-    if plan is None:
-        raise OptionError(
-            f"{asked.target} was given beside --model, which goes with a saved plan or alone; leave one of them out."
-        )
-    _refuse_settings(asked, "a plan")
-    source = _model_source(asked, plan.global_batch)
-    source = dataclasses.replace(source, step=train_step(plan=plan)(source.step))
-    return _lowered(asked.target, source, plan)
+    name = asked.target or asked.model
+    if asked.target is not None:
+        plan = read_file(asked.target)[1] if _is_file(asked.target) else None
+        if plan is None or asked.plan is not None:
+            raise OptionError(
+                f"{asked.target} was given beside --model, which goes with a saved plan or alone; leave one of them out."
+            )
+        asked = dataclasses.replace(asked, plan=asked.target)
+    step: Any = decorated(_model(asked).step, asked)
+    parts = step.options.data_parallel * step.options.microbatches
+    rows = parts * asked.microbatch_size if step.plan is None else step.plan.global_batch
+    source = dataclasses.replace(_model_source(asked, rows), step=step)
+    return _lowered(name, source)
 
 
 def _model(asked: Asked) -> Any:

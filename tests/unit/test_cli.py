@@ -190,9 +190,7 @@ def test_inspect_takes_steps_lowered_programs_and_plans(name, module, capsys):
 def test_types_of_the_state_are_taken_without_making_it(module, capsys):
     done("inspect", f"{module}:step", capsys=capsys)
     made = sys.modules["user_step"].MADE
-    made.clear()
-    done("inspect", f"{module}:step", capsys=capsys)
-    assert len(made) == 1 and made[0].endswith("Tracer")
+    assert made and all(name.endswith("Tracer") for name in made)
 
 
 def test_a_module_is_found_in_the_working_directory(module, capsys, monkeypatch):
@@ -248,6 +246,18 @@ def test_a_saved_plan_is_shown_alone_and_with_its_model(config, tmp_path, capsys
     assert table["step"]["step"] == pytest.approx(line.step_seconds, rel=0.1)
     assert "--model" in refused("simulate", path, capsys=capsys)
     assert "--stages" in refused("inspect", path, *model, "--stages", "1", capsys=capsys)
+
+
+def test_a_saved_plan_says_the_settings_of_a_step(module, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    named = ["--machine", "generic", "--devices", "2", "--global-batch", "8", "--stages", "2"]
+    done("plan", f"{module}:step", *named, "--schedule", "gpipe", "-o", path, capsys=capsys)
+    given = [f"{module}:step", "--plan", path]
+    table = json.loads(done("simulate", *given, "--json", capsys=capsys))
+    assert (table["settings"]["schedule"], table["step"]["machine"]) == ("gpipe", "generic")
+    assert "--zero" in refused("inspect", *given, "--zero", "2", capsys=capsys)
+    batch = ["--batch", f"{module}:wide_batch"]
+    assert "another" in refused("inspect", *given, *batch, capsys=capsys)
 
 
 # What is refused.
