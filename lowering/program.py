@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Iterator
 from typing import ClassVar
@@ -98,6 +99,7 @@ class ArrayType:
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
+@functools.cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element; a typed key counts as its raw words."""
     if dtype.startswith("key<"):
