@@ -23,9 +23,10 @@ RUN = [page for page in sorted(DOCS.rglob("*.md")) if any(True for _ in page_blo
 def test_the_blocks_of_a_page_run_and_print_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block, printed in run_page(page):
-        where = f"{page.relative_to(ROOT)}:{block.line}"
+        name = page.relative_to(ROOT)
+        wrong = f"line {block.line} prints otherwise; `python -m tests.blocks {name}` writes it:\n"
         if block.output is not None and jax.__version__.startswith(block.jax or ""):
-            assert matches(block.output, printed, SAME_NUMBERS), f"{where} prints\n{printed}"
+            assert matches(block.output, printed, SAME_NUMBERS), wrong + printed
 
 
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
