@@ -214,8 +214,26 @@ class StepCode:
         """Stages, other than its own, that read parameters of a layer."""
         return [s for (s, owner) in self.bundles if owner == layer and s != self.stage_of[layer]]
 
+    @functools.cached_property
+    def _units(self) -> dict[tuple[str, Range], Unit]:
+        """The units asked for before: a program asks for the same ones for every microbatch."""
+        return {}
+
     def forward_unit(self, layers: Range) -> Unit:
         """What a block reads and writes going forward."""
+        key = ("forward", layers)
+        if key not in self._units:
+            self._units[key] = self._forward_unit(layers)
+        return self._units[key]
+
+    def backward_unit(self, layers: Range) -> Unit:
+        """What a run of layers within one block reads and writes going backward."""
+        key = ("backward", layers)
+        if key not in self._units:
+            self._units[key] = self._backward_unit(layers)
+        return self._units[key]
+
+    def _forward_unit(self, layers: Range) -> Unit:
         variables = self.layered.variables
         inside = range(*layers)
         members = [self.layered.layers[n] for n in inside]
@@ -234,8 +252,7 @@ class StepCode:
             outputs=tuple(outputs),
         )
 
-    def backward_unit(self, layers: Range) -> Unit:
-        """What a run of layers within one block reads and writes going backward."""
+    def _backward_unit(self, layers: Range) -> Unit:
         variables = self.layered.variables
         inside = range(*layers)
         block = range(*self.block(layers[0]))

@@ -31,6 +31,7 @@ class Values:
         self.made: list[Value] = []
         self._residuals = [self._residual_types(n) for n in range(len(code.codes))]
         self._variables = [array_type(v.aval) for v in code.layered.variables]
+        self._whole_gradients = {key: self._gradient_types(key) for key in code.bundles}
 
     def new(
         self,
@@ -92,12 +93,12 @@ class Values:
 
     def accumulator(self, layer: int, stage: int, microbatch: int | None = None) -> int:
         """A layer's whole gradients on a stage: summed, or with ZeRO-2 of one microbatch."""
-        code = self.code
-        arrays = [
-            ArrayType(tuple(code.master[p].shape), str(gradient_dtype(code.master[p].dtype)))
-            for p in code.bundles[stage, layer]
-        ]
+        arrays = self._whole_gradients[stage, layer]
         return self.new(Kind.ACCUMULATOR, self._name(layer), arrays, stage, layer, microbatch)
+
+    def _gradient_types(self, bundle: tuple[int, int]) -> tuple[ArrayType, ...]:
+        master = [self.code.master[p] for p in self.code.bundles[bundle]]
+        return tuple(ArrayType(tuple(p.shape), str(gradient_dtype(p.dtype))) for p in master)
 
     def gradient(self, layer: int, stage: int) -> int:
         """A layer's gradient shards on a stage."""
