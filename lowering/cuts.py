@@ -54,7 +54,7 @@ class Costs:
 
     seconds: Sequence[float]
     live: Sequence[int]
-    stages: int
+    stages: float
 
     @property
     def share(self) -> float:

@@ -126,7 +126,7 @@ def find_layers(
     paths: Sequence[Path],
     *,
     operands: int,
-    stages: int,
+    stages: float,
     machine: Machine,
 ) -> LayeredLoss:
     """Cuts a loss into layers: at its marks, or else by the rule of `cuts`.
@@ -135,7 +135,7 @@ def find_layers(
         loss: its inputs are the parameters, then the operands.
         paths: the path of each parameter in the tree by which the loss is differentiated.
         operands: how many operands there are.
-        stages: how many stages the layers will be balanced into.
+        stages: how many stages the layers will be balanced into; a plan's may be a fraction.
         machine: what their costs are counted for.
 
     Returns:
@@ -182,7 +182,7 @@ def _spans(
     flow: Flow,
     paths: Sequence[Path],
     marks: Sequence[Mark],
-    stages: int,
+    stages: float,
     machine: Machine,
 ) -> list[Span]:
     reads: list[list[int]] = [[] for _ in paths]

@@ -35,6 +35,7 @@ def lower_step(
     boundaries: Sequence[str] | None = None,
     kernels: Arithmetic | None = None,
     homes: Sequence[Sequence[int]] | None = None,
+    layering: float | None = None,
 ) -> tuple[StepCode, Program]:
     """Lowers a traced step.
 
@@ -46,12 +47,13 @@ def lower_step(
         kernels: how kernels compute the products that they take; XLA takes all unless given.
         homes: of a step that evaluates, for each leaf of the state the stage that it lies on, or of a stacked one those
             of its layers; layers then go where their parameters are, if that gives stages in a row.
+        layering: for how many stages layers are found; for those of the settings unless given.
 
     Raises:
         StepError, LayoutError, MemoryLimitError: see each pass.
         VerificationError: the program made is wrong; a fault of this package.
     """
-    code = compile_code(trace, settings, machine, boundaries, kernels, homes)
+    code = compile_code(trace, settings, machine, boundaries, kernels, homes, layering)
     program = program_within_limit(code, settings, machine)
     verify(program)
     return code, program
@@ -64,16 +66,18 @@ def compile_code(
     boundaries: Sequence[str] | None = None,
     kernels: Arithmetic | None = None,
     homes: Sequence[Sequence[int]] | None = None,
+    layering: float | None = None,
 ) -> StepCode:
     """All passes that come before ops and their order."""
     opened, stacks = open_stacks(trace)
+    rest = (settings, machine, boundaries, kernels, homes, layering or settings.stages)
     try:
-        return _compile_opened(opened, stacks, settings, machine, boundaries, kernels, homes)
+        return _compile_opened(opened, stacks, *rest)
     except UnsupportedError:
         # An update that joins the layers of a stacked leaf can still run where all are on one stage.
         if stacks is None or settings.stages > 1:
             raise
-        return _compile_opened(trace, None, settings, machine, boundaries, kernels, homes)
+        return _compile_opened(trace, None, *rest)
 
 
 def _compile_opened(
@@ -84,6 +88,7 @@ def _compile_opened(
     boundaries: Sequence[str] | None,
     kernels: Arithmetic | None,
     homes: Sequence[Sequence[int]] | None,
+    layering: float,
 ) -> StepCode:
     parts = settings.data_parallel * settings.microbatches
     regions = split_step(
@@ -102,7 +107,7 @@ def _compile_opened(
         loss,
         regions.paths,
         operands=len(regions.operands),
-        stages=settings.stages,
+        stages=layering,
         machine=machine,
     )
     stage_of = None

@@ -52,7 +52,11 @@ class Window:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What `train_step` was asked for. See there for the meaning of each field."""
+    """What `train_step` was asked for. See there for the meaning of each field.
+
+    Attributes:
+        layering: for how many stages layers are found, where a plan has found them; for `stages` unless given.
+    """
 
     stages: int = 1
     data_parallel: int = 1
@@ -70,6 +74,7 @@ class Options:
     donate_state: bool = True
     state_layout: str = "stacked"
     backend: str | Arithmetic = "xla"
+    layering: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("stages", "data_parallel", "microbatches"):

@@ -56,6 +56,7 @@ class TrainStep(Step):
             self._machine(),
             self.options.boundaries,
             kernels,
+            layering=self.options.layering,
         )
         self.lowered = Lowered(code, program, signature, self.options, trace)
         return self.lowered

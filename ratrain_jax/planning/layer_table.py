@@ -108,12 +108,15 @@ class LayerTable:
         rows_per_microbatch: examples of a microbatch.
         cuts: bytes that cross from each layer to the next, for one microbatch; one number fewer than rows.
         operands: for each layer, bytes of the batch that it is the first to read on its stage, for one microbatch.
+        layering: for how many stages the layers of the whole step must be found for them to be these. They were found for
+            one stage in what was traced of it, and what is too large or too small for a layer goes by what a stage gets.
     """
 
     rows: tuple[LayerRow, ...]
     rows_per_microbatch: int
     cuts: tuple[int, ...]
     operands: tuple[int, ...]
+    layering: float
 
     @functools.cached_property
     def forward(self) -> list[float]:
@@ -174,6 +177,7 @@ def stretched(small: LayerTable, large: LayerTable, rows: int) -> LayerTable | N
         rows,
         tuple(map(between, small.cuts, large.cuts)),
         tuple(map(between, small.operands, large.operands)),
+        small.layering,
     )
 
 
@@ -200,8 +204,15 @@ def layer_table(
         rows_per_microbatch,
         tuple(counter.cut(n) for n in numbers[:-1]),
         tuple(counter.operands(n) for n in numbers),
+        _layering(code, numbers),
     )
     return table if table.parameters == _parameters(code, lengths) else None
+
+
+def _layering(code: StepCode, numbers: Sequence[int]) -> float:
+    """How many times what was traced the whole step takes."""
+    seconds = [layer.seconds for layer in code.layered.layers]
+    return sum(seconds[n] for n in numbers) / sum(seconds)
 
 
 def _parameters(code: StepCode, lengths: dict[str, int]) -> int:

@@ -77,6 +77,7 @@ class Plan:
         global_batch: examples of a step.
         fingerprint: of the state and the batch that it was made for.
         backend: what computes products, as in `train_step`.
+        layering: for how many stages layers must be found for them to be those that were planned with.
         searched: how many configurations the space had.
         assumed: what of the machine has no source.
         why_not: the best rejected plan of each kind.
@@ -91,6 +92,7 @@ class Plan:
     global_batch: int
     fingerprint: str
     backend: str
+    layering: float
     searched: int
     assumed: tuple[str, ...]
     why_not: tuple[WhyNot, ...]
@@ -170,6 +172,7 @@ class Plan:
             memory_limit=tuple(self.limit - stage.memory.scratch for stage in self.stages),
             boundaries=tuple(stage.first for stage in self.stages[1:]),
             backend=self.backend if backend is None else backend,
+            layering=self.layering,
         )
 
     def explain(self, stage: int | None = None) -> str:

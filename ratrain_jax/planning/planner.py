@@ -161,6 +161,7 @@ def _plan(found: Found, work: Workload, limit: int) -> Plan:
         global_batch=work.global_batch,
         fingerprint=fingerprint_of(work.args),
         backend="xla" if work.kernels is None else work.machine.name,
+        layering=table.layering,
         searched=found.configurations,
         assumed=work.machine.assumed,
         why_not=why_not(found, work.table, work.machine, limit),
@@ -172,18 +173,39 @@ def _lower(work: Workload, chosen: Plan) -> Lowered:
     options = dataclasses.replace(chosen.options(work.kernels), batch_argnums=work.batch_argnums)
     trace, signature = trace_step(work.step, work.args, options)
     code, program = lower_step(
-        trace, options.settings(), work.machine, options.boundaries, work.kernels
+        trace,
+        options.settings(),
+        work.machine,
+        options.boundaries,
+        work.kernels,
+        layering=options.layering,
     )
     return Lowered(code, program, signature, options, trace)
+
+
+def _empty(space: Space) -> str:
+    """What to say where the space has no configuration."""
+    depths = space.stages or ()
+    if depths and min(depths) > space.layers:
+        return (
+            f"the loss has {space.layers} layers, and {min(depths)} stages need one each at least;"
+            f" plan with {space.layers} stages or fewer."
+        )
+    if depths and all(space.devices % stages for stages in depths):
+        return (
+            f"{space.devices} devices make no equal groups for {depths[0]} stages;"
+            " plan for a multiple of the stages."
+        )
+    return (
+        f"no way to lay {space.global_batch} examples over {space.devices} devices divides both;"
+        " change either to share more factors."
+    )
 
 
 def _infeasible(found: Found, space: Space, work: Workload, limit: int) -> str:
     """What to say where nothing fits."""
     if not found.seen:
-        return (
-            f"no way to lay {space.global_batch} examples over {space.devices} devices divides both;"
-            " change either to share more factors."
-        )
+        return _empty(space)
     closest, shortfall = min(
         ((c.configuration, c.shortfall) for c in found.seen if c.shortfall is not None),
         key=lambda pair: pair[1].bytes,

@@ -359,6 +359,10 @@ def test_mistakes_are_named():
         planned(tensor_parallel=(1, 2))
     with pytest.raises(InfeasibleError, match="divides both"):
         planned(devices=7, stages=(1,))
+    with pytest.raises(InfeasibleError, match="has 7 layers, and 16 stages need one each"):
+        planned(stages=(16, 32), devices=32)
+    with pytest.raises(InfeasibleError, match="8 devices make no equal groups for 3 stages"):
+        planned(stages=(3,), devices=8)
     machine = rt.machines.load("a100", clusters=8)
     assert planned(machine=machine, devices=None).configuration.devices == 8
 
@@ -532,6 +536,36 @@ def test_a_plan_explains_its_memory():
     assert Plan.from_json(plan.to_json()).explain() == text
     with pytest.raises(OptionError, match="the plan has no stage 99"):
         plan.explain(99)
+
+
+@pytest.mark.parametrize("stages", [9, 12])
+def test_programs_of_deep_plans_have_the_layers_that_were_planned(stages):
+    config = ModelConfig("deep", layers=14, hidden=128, ffn=256, heads=4, kv_heads=2, vocab=512)
+    lm = language_model(config, sequence=64, dtype="bfloat16")
+    limit = 9_000_000 if stages == 9 else 7_000_000
+    plan = rt.plan(
+        lm.step,
+        lm.abstract_state(),
+        lm.abstract_batch(1),
+        machine=A100,
+        devices=stages,
+        global_batch=32,
+        memory_limit=limit,
+        stages=(stages,),
+        rows=(1,),
+    )
+    program = plan.program
+    assert len(program.layers) == sum(stage.layers for stage in plan.stages)
+    peaks = memory_analysis(program).peaks
+    for number, (stage, peak) in enumerate(zip(plan.stages, peaks, strict=True)):
+        mine = [layer for layer in program.layers if layer.stage == number]
+        assert (mine[0].name, len(mine)) == (stage.first, stage.layers)
+        assert sum(layer.recovered for layer in mine) == stage.recovered
+        assert stage.memory.total - stage.memory.scratch == pytest.approx(peak, rel=0.02)
+    timeline = rt.simulate(plan.lowered, A100)
+    assert timeline.step_seconds == pytest.approx(plan.step_seconds, rel=0.03)
+    again = rt.train_step(plan=plan)(lm.step).lower(lm.abstract_state(), lm.abstract_batch(32))
+    assert again.program.fingerprint == program.fingerprint
 
 
 def test_a_plan_for_a_machine_of_ones_own_takes_its_kernels_beside_it():
