@@ -12,6 +12,7 @@ from ratrain_jax.kernels import Arithmetic, Machine
 from ratrain_jax.lowering.autodiff import differentiate_all
 from ratrain_jax.lowering.blocks import group_blocks
 from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.evaluation import forward_code, opened_homes, stages_at_home
 from ratrain_jax.lowering.graph import cut, needed
 from ratrain_jax.lowering.half_residuals import narrow_residuals
@@ -28,6 +29,7 @@ from ratrain_jax.lowering.update import UpdatePlan, split_update
 from ratrain_jax.lowering.verify import verify
 
 
+@collector_paused()
 def lower_step(
     trace: Trace,
     settings: Settings,

@@ -10,6 +10,7 @@ from typing import Any
 from ratrain_jax.errors import InfeasibleError, OptionError
 from ratrain_jax.kernels import Arithmetic, Machine, machine_of
 from ratrain_jax.lowered import Lowered
+from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.planning.configuration import RUNNABLE
@@ -28,6 +29,7 @@ MARGIN = 0.02
 """The part of the usable memory that is left free, for what is not counted: allocators, code, the runtime itself."""
 
 
+@collector_paused()
 def plan(
     train_step: Callable[..., Any],
     *args: Any,

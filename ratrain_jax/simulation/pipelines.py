@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from ratrain_jax.errors import OptionError
+from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.schedules import compute_order, in_order_of_data
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.tasks import Hold, Port, Tasks
@@ -83,6 +84,7 @@ class Pipeline:
         return len(self.stages) // self.chunks
 
 
+@collector_paused()
 def pipeline_tasks(pipeline: Pipeline) -> tuple[Tasks, dict[tuple[str, int, int], int]]:
     """The tasks of a pipeline.
 

@@ -9,6 +9,7 @@ from ratrain_jax.errors import SimulationError
 from ratrain_jax.kernels import Machine, machine_of
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.code import known_code
+from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.mnemonics import op_label
 from ratrain_jax.lowering.op_costs import OpCoster
 from ratrain_jax.lowering.program import Op, Program
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ratrain_jax.profiling.profile import Profile
 
 
+@collector_paused()
 def simulate(
     program: Program | Lowered,
     machine: str | Machine,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.mnemonics import SHORT_NAMES
 from ratrain_jax.lowering.program import (
     Backward,
@@ -159,6 +160,7 @@ def _settings(program: Program) -> str:
     return f"{s.schedule}, {s.stages} stages × {s.data_parallel}, {s.microbatches} microbatches"
 
 
+@collector_paused()
 def _chart(
     title: str,
     program: Program,
