@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ratrain_jax import errors as errors
     from ratrain_jax import machines as machines
     from ratrain_jax import models as models
+    from ratrain_jax.checkpoints.checkpoints import Checkpoints as Checkpoints
     from ratrain_jax.evaluation import eval_step as eval_step
     from ratrain_jax.gathering import gather as gather
     from ratrain_jax.loss_scale import DynamicLossScale as DynamicLossScale
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 # its own home. Any other name must differ from every submodule of this package: importing such a
 # submodule would put the module in the name's place.
 _HOMES = {
+    "Checkpoints": "ratrain_jax.checkpoints.checkpoints",
     "DynamicLossScale": "ratrain_jax.loss_scale",
     "Plan": "ratrain_jax.planning.plan",
     "Profile": "ratrain_jax.profiling.profile",

@@ -41,6 +41,10 @@ class StateError(RATrainError, ValueError):
     """A state handed to a compiled step is not the state it was compiled for."""
 
 
+class CheckpointError(RATrainError):
+    """A checkpoint cannot be written or read, is damaged or of another model, or its folder is in use."""
+
+
 class ProgramError(RATrainError, ValueError):
     """A program is malformed or wrong."""
 
