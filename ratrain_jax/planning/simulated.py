@@ -55,9 +55,9 @@ class _ShardedViews(StageCosts):
         """Nothing is left to synchronise or to gather when a step ends."""
         return tuple(LayerState(0.0, state.update, 0.0) for state in super().state)
 
-    def memory(self, number: int, first: int, end: int, prefix: int) -> StageMemory:
+    def _without_activations(self, first: int, end: int) -> StageMemory:
         """As of a stage whose views and whole gradients are those of two layers."""
-        found = super().memory(number, first, end, prefix)
+        found = super()._without_activations(first, end)
         rows = self.table.rows[first:end]
         views = sorted(row.view for row in rows)[-2:]
         whole = sorted(self.sums.whole[first:end])[-2:]

@@ -89,6 +89,7 @@ class _Search:
         self.costs, self.limit = costs, limit
         self.configuration: Configuration = costs.configuration
         self.known: dict[tuple, Stage | None] = {}
+        self.placed: dict[tuple[int, int, int], Stage | None] = {}
         self.before = [
             f + b + (f if self.configuration.recovery == "backward" else 0.0)
             for f, b in zip(costs.forward, costs.backward, strict=True)
@@ -107,10 +108,14 @@ class _Search:
 
         It may stand for an equal run elsewhere.
         """
-        key = (self.configuration.in_flight(number), *self._signature(first, end))
-        if key not in self.known:
-            self.known[key] = self._stage(number, first, end)
-        return self.known[key]
+        flying = self.configuration.in_flight(number)
+        place = (flying, first, end)
+        if place not in self.placed:
+            key = (flying, *self._signature(first, end))
+            if key not in self.known:
+                self.known[key] = self._stage(number, first, end)
+            self.placed[place] = self.known[key]
+        return self.placed[place]
 
     def _signature(self, first: int, end: int) -> tuple:
         """What of a run of layers its cost depends on."""
@@ -148,7 +153,7 @@ class _Search:
         own = self.costs.least_tail(first, end)
         if not first:
             return max(busy + own, synced)
-        fill = self.before[first] + 2 * number * self._least_send + self.costs.least_tail(0, 1)
+        fill = self.before[first] + 2 * number * self._least_send + self._entry_tail
         return max(busy + max(fill, own), synced)
 
     def _synced(self, first: int, end: int) -> float:
@@ -160,6 +165,11 @@ class _Search:
     @functools.cached_property
     def _least_send(self) -> float:
         return min(self.costs.sends, default=0.0)
+
+    @functools.cached_property
+    def _entry_tail(self) -> float:
+        """The least tail of the first layer alone, before which stage 0 cannot begin the next step."""
+        return self.costs.least_tail(0, 1)
 
     def reachable(self, to_beat: float) -> float:
         """A bound that some split has: of the longest runs under it; found by halving, infinite if none is found."""

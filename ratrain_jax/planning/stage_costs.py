@@ -17,6 +17,7 @@ Bytes of a device, by term (a layer's own are in `LayerRow`; D the group, k the 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -61,7 +62,17 @@ class StageMemory:
     @property
     def total(self) -> int:
         """All terms."""
-        return sum(getattr(self, term) for term in TERMS)
+        return (
+            self.parameters
+            + self.optimizer
+            + self.view
+            + self.gradients
+            + self.residuals
+            + self.checkpoints
+            + self.boundaries
+            + self.operands
+            + self.scratch
+        )
 
     @property
     def largest(self) -> str:
@@ -164,6 +175,7 @@ class StageCosts:
         self.forward, self.backward = table.forward, table.backward
         self.sums = _sums(table, configuration.data_parallel)
         self.kinds = self.sums.kinds
+        self._lasting: dict[tuple[int, int], StageMemory] = {}
 
     @functools.cached_property
     def state(self) -> tuple[LayerState, ...]:
@@ -237,9 +249,9 @@ class StageCosts:
 
     def memory(self, number: int, first: int, end: int, prefix: int) -> StageMemory:
         """Bytes of a run of layers as a stage; see `stage`."""
-        c, sums = self.configuration, self.sums
-        flying = c.in_flight(number)
-        edges = [self.table.cuts[n] for n in (first - 1, end - 1) if 0 <= n < self.count - 1]
+        if (first, end) not in self._lasting:
+            self._lasting[first, end] = self._without_activations(first, end)
+        sums, flying = self.sums, self.configuration.in_flight(number)
         kept = sums.residuals[end] - sums.residuals[first]
         once = checkpoints = 0
         for start, stop in self.recovered_runs(first, end, prefix):
@@ -248,16 +260,33 @@ class StageCosts:
             kept -= again
             once += again - incoming  # what comes in is the checkpoint
             checkpoints += incoming
+        lasting = self._lasting[first, end]
+        return StageMemory(
+            lasting.parameters,
+            lasting.optimizer,
+            lasting.view,
+            lasting.gradients,
+            flying * kept + once,
+            flying * checkpoints,
+            lasting.boundaries,
+            lasting.operands,
+            lasting.scratch,
+        )
+
+    def _without_activations(self, first: int, end: int) -> StageMemory:
+        """The terms that depend on neither recovery nor the stage's place."""
+        sums = self.sums
+        edges = [self.table.cuts[n] for n in (first - 1, end - 1) if 0 <= n < self.count - 1]
         view, gradients = self.borrowed(first, end)
         return StageMemory(
             parameters=sums.parameters[end] - sums.parameters[first],
             optimizer=sums.optimizer[end] - sums.optimizer[first],
             view=sums.view[end] - sums.view[first] + view,
             gradients=self._gradients(first, end) + gradients,
-            residuals=flying * kept + once,
-            checkpoints=flying * checkpoints,
+            residuals=0,
+            checkpoints=0,
             boundaries=2 * sum(edges),
-            operands=c.microbatches * (sums.operands[end] - sums.operands[first]),
+            operands=self.configuration.microbatches * (sums.operands[end] - sums.operands[first]),
             scratch=max(row.scratch for row in self.table.rows[first:end]),
         )
 
@@ -321,15 +350,19 @@ class StageCosts:
         if not self.configuration.layerwise:
             return self.sums.gradients[end] - self.sums.gradients[first]
         now = free = 0.0
-        begun: list[tuple[float, int]] = []  # when each synchronisation starts, and its gradients
-        most = 0
+        begun: collections.deque[tuple[float, int]] = (
+            collections.deque()
+        )  # when each starts, ascending
+        most = waiting = 0
         for n in reversed(range(first, end)):
-            waiting = sum(count for start, count in begun if start >= now)
+            while begun and begun[0][0] < now:
+                waiting -= begun.popleft()[1]
             ended = residuals[end] - residuals[n + 1]
             most = max(most, waiting + whole[n] - ended)
             now += self.table.rows[n].backward.seconds
             start = max(free, now)
             begun.append((start, whole[n]))
+            waiting += whole[n]
             free = start + self.state[n].sync
         # The next microbatch fills up again while the rest waits.
         return max(most, sum(count for start, count in begun if start >= now))
