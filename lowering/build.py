@@ -41,7 +41,8 @@ def build_program(
     remember(code)
     seconds = tuple(layer.seconds for layer in code.layered.layers)
     durations = Durations(machine, seconds, code.data_parallel)
-    sheet = Sheet(code, settings, durations, tuple(recovered), reductions(code))
+    deferred = deferred_layers(code, settings)
+    sheet = Sheet(code, settings, durations, tuple(recovered), deferred, reductions(code))
     state = StateTasks(sheet)
     state.enter()
     compute = ComputeTasks(sheet)
@@ -56,7 +57,7 @@ def build_program(
     lists = insert_frees(ordered, values, sheet.inputs, sheet.outputs, code.stages)
     return Program(
         settings=settings,
-        layers=_layers(code, recovered),
+        layers=_layers(code, recovered, deferred),
         variables=_variables(code),
         operands=_operands(code),
         reductions=sheet.reductions,
@@ -88,7 +89,16 @@ def reductions(code: StepCode) -> tuple[Reduction, ...]:
     return tuple(reversed(found))
 
 
-def _layers(code: StepCode, recovered: Sequence[bool]) -> tuple[LayerInfo, ...]:
+def deferred_layers(code: StepCode, settings: Settings) -> tuple[bool, ...]:
+    """Whether each layer is updated before the reductions that it waits for, and validated behind them."""
+    if settings.validation == "immediate":
+        return (False,) * len(code.codes)
+    return tuple(found is not None and found.deferrable for found in code.speculations)
+
+
+def _layers(
+    code: StepCode, recovered: Sequence[bool], deferred: Sequence[bool]
+) -> tuple[LayerInfo, ...]:
     infos = []
     for n, layer in enumerate(code.layered.layers):
         borrowed: dict[int, list[str]] = {}
@@ -112,6 +122,7 @@ def _layers(code: StepCode, recovered: Sequence[bool]) -> tuple[LayerInfo, ...]:
                 seconds=layer.seconds,
                 recovered=recovered[n],
                 fingerprint=code.codes[n].fingerprint,
+                deferred=deferred[n],
             )
         )
     return tuple(infos)

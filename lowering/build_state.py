@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+from ratrain_jax.lowering.build_update import UpdateTasks
 from ratrain_jax.lowering.program import (
-    Borrow,
     GlobalReduce,
     GradSync,
     Kind,
     Metrics,
-    PrefetchView,
     Prologue,
     SendActivation,
     SendGradient,
     UpdateShard,
 )
-from ratrain_jax.lowering.sheet import COMPUTE, GATHER, RESULT, SYNC, TRANSFER, UPDATE, Sheet
+from ratrain_jax.lowering.sheet import COMPUTE, RESULT, SYNC, TRANSFER, Sheet
 
 
 class StateTasks:
@@ -24,29 +23,17 @@ class StateTasks:
 
     Attributes:
         sheet: the growing program.
-        gradients: the final gradient shard of each layer.
-        partials: what each layer gives to each reduction, by (layer, reduction).
-        scalars: what each reduction gives, by (reduction, stage).
+        updates: adds the updates.
         arguments: batch leaves, by (leaf, stage).
     """
 
     def __init__(self, sheet: Sheet) -> None:
         self.sheet = sheet
         self.code = sheet.code
-        self.gradients: dict[int, int] = {}
-        self.partials: dict[tuple[int, int], int] = {}
-        self.scalars: dict[tuple[int, int], int] = {}
+        self.updates = UpdateTasks(sheet)
         self.arguments: dict[tuple[int, int], int] = {}
-        self.syncs: dict[int, list[int]] = {}
         # With late syncs, the sync of each (stage, microbatch) that reads what its last backward makes.
         self._first_syncs: dict[tuple[int, int], int] = {}
-        # With ZeRO-2, the tied layer of each stage whose shares are joined last.
-        self._joined: dict[int, int] = {}
-
-    @property
-    def stateful(self) -> list[int]:
-        """Layers that own parameters."""
-        return [n for n, layer in enumerate(self.code.layered.layers) if layer.owned]
 
     def enter(self) -> None:
         """What exists when the step starts, the views, and the operands."""
@@ -54,48 +41,25 @@ class StateTasks:
         for stage in range(self.code.stages):
             if self.code.update.replicated:
                 sheet.replicated[stage] = self._input(values.replicated(stage))
-        for n in self.stateful:
+        for n in self.updates.stateful:
             parameters = self._input(values.parameters(n))
             if not sheet.settings.trains:
                 sheet.outputs.append(parameters)  # the state stays as it is
-                self._gather(n, parameters, sheet.views, opens=False)
+                self.updates.gather(n, parameters, sheet.views, opens=False)
                 continue
             optimizer = self._input(values.optimizer(n))
             sheet.state[n] = (parameters, optimizer)
         for n in sheet.state:
             if sheet.settings.update_prefetch:
-                for stage in self._homes(n):
+                for stage in self.updates.homes(n):
                     sheet.views[stage, n] = self._input(values.view(n, stage))
             else:
-                self._gather(n, sheet.state[n][0], sheet.views, opens=False)
+                self.updates.gather(n, sheet.state[n][0], sheet.views, opens=False)
         self._operands()
 
     def _input(self, value: int) -> int:
         self.sheet.inputs.append(value)
         return value
-
-    def _homes(self, layer: int) -> list[int]:
-        """The stages that hold a view of a layer: its own first."""
-        return [self.code.stage_of[layer], *self.code.borrowers(layer)]
-
-    def _gather(
-        self, layer: int, parameters: int, table: dict[tuple[int, int], int], opens: bool
-    ) -> None:
-        """Views of a layer from its shards, on its own stage and on the borrowers'."""
-        sheet = self.sheet
-        home = self.code.stage_of[layer]
-        chain = (home, layer)
-        for stage in self._homes(layer):
-            view = sheet.values.view(layer, stage)
-            table[stage, layer] = view
-            seconds = sheet.durations.collective(sheet.bytes(view))
-            closes = chain if opens and stage == home else None
-            if stage == home:
-                op = PrefetchView(home, (parameters,), (view,), layer=layer)
-            else:
-                op = Borrow(home, (parameters,), (view,), layer=layer, target=stage)
-                seconds += sheet.durations.send(sheet.bytes(parameters), stage - home)
-            sheet.add(op, seconds, (GATHER, layer), closes=closes)
 
     def _operands(self) -> None:
         """Operands of the loss where they are read: handed in, or made by the prologue and sent."""
@@ -136,7 +100,7 @@ class StateTasks:
 
     def leave(self) -> None:
         """Everything from the gradients on; of a step that evaluates, its results."""
-        updated = self.stateful if self.sheet.settings.trains else []
+        updated = self.updates.stateful if self.sheet.settings.trains else []
         for n in updated:
             self._sync(n)
         if self.code.zero == 2:
@@ -147,7 +111,7 @@ class StateTasks:
                 self._reduce(phase)
             for n in updated:
                 if phase <= self.code.update.layers[n].phase:
-                    self._update(n, phase)
+                    self.updates.update(n, phase)
         if self.sheet.settings.trains:
             self._replicated()
         self._metrics()
@@ -177,12 +141,6 @@ class StateTasks:
             return -layer
         at_home = self.code.stage_of[layer] == stage
         return layer if at_home else len(self.code.layered.layers) + layer
-
-    def _chain(self, layer: int) -> tuple[int, int] | None:
-        """The layer's chain in its stage's window, where its update follows its sync at once."""
-        if not self.sheet.settings.update_prefetch or self.code.update.layers[layer].phase:
-            return None
-        return (self.code.stage_of[layer], layer)
 
     def _sync_whole(self, layer: int) -> None:
         sheet, home = self.sheet, self.code.stage_of[layer]
@@ -252,9 +210,9 @@ class StateTasks:
         shares = [self._share(layer, s) for s in borrowers]
         gradient = sheet.values.gradient(layer, home)
         op = GradSync(home, (own, *shares), (gradient,), (own, *shares), layer=layer)
-        gate = () if sheet.settings.update_prefetch else tuple(self.syncs.get(home, ()))
+        gate = () if sheet.settings.update_prefetch else tuple(self.updates.syncs.get(home, ()))
         self._add_sync(op, sheet.durations.sweep(sheet.bytes(own)), gate, gradient, layer)
-        self._joined[home] = layer
+        self.updates.joined[home] = layer
 
     def _add_sync(
         self, op: GradSync, seconds: float, gate: tuple[int, ...], gradient: int, layer: int
@@ -263,71 +221,16 @@ class StateTasks:
         sheet = self.sheet
         held = sheet.bytes(gradient) + sheet.bytes(sheet.views[op.stage, layer])
         rank = (SYNC, self.code.microbatches, self._place(op.stage, layer))
-        task = sheet.add(op, seconds, rank, gate, opens=self._chain(layer), held=held)
-        self.gradients[layer] = gradient
-        self.syncs.setdefault(op.stage, []).append(task)
+        task = sheet.add(op, seconds, rank, gate, opens=self.updates.chain(layer), held=held)
+        self.updates.gradients[layer] = gradient
+        self.updates.syncs.setdefault(op.stage, []).append(task)
         return task
-
-    def _update(self, layer: int, phase: int) -> None:
-        """One phase of a layer's update; the last is followed by the views of the next step."""
-        sheet, stage = self.sheet, self.code.stage_of[layer]
-        update = self.code.update.layers[layer]
-        final = phase == update.phase
-        partials = self._partials(layer, phase)
-        if not final and not partials:
-            return
-        parameters, optimizer = sheet.state[layer]
-        own = (self.gradients[layer], parameters, optimizer)
-        reads = [*own]
-        if stage in sheet.replicated:
-            reads.append(sheet.replicated[stage])
-        reads += [self.scalars[k, stage] for k in range(1, phase + 1)]
-        writes = [*partials]
-        if final:
-            new = (sheet.values.parameters(layer), sheet.values.optimizer(layer))
-            extra = [sheet.values.layer_outputs(layer)] if update.outputs else []
-            writes += [*new, *extra]
-            sheet.outputs += [*new, *extra]
-        op = UpdateShard(
-            stage, tuple(reads), tuple(writes), own if final else (), layer=layer, phase=phase
-        )
-        after = () if sheet.settings.update_prefetch else tuple(self.syncs[stage])
-        seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
-        chain = self._window_of_update(layer, final)
-        held = sheet.bytes(self.gradients[layer]) + sheet.bytes(sheet.views[stage, layer])
-        rank = (UPDATE, phase, 0 if layer == self._first_updated(stage) else 1, layer)
-        sheet.add(op, seconds, rank, after, opens=chain, held=held)
-        if final and sheet.settings.update_prefetch:
-            views: dict[tuple[int, int], int] = {}
-            self._gather(layer, new[0], views, opens=True)
-            sheet.outputs += views.values()
-
-    def _first_updated(self, stage: int) -> int | None:
-        """Without prefetch, the layer that is synchronised last: if it goes first, no update overlaps with a sync."""
-        if self.sheet.settings.update_prefetch:
-            return None
-        if stage in self._joined:
-            return self._joined[stage]
-        owners = [n for n in self.stateful if self.code.stage_of[n] == stage]
-        return owners[0] if self.sheet.settings.layerwise_state else owners[-1]
-
-    def _window_of_update(self, layer: int, final: bool) -> tuple[int, int] | None:
-        """A chain that had to wait for a reduction opens with its update."""
-        late = self.sheet.settings.update_prefetch and self.code.update.layers[layer].phase > 0
-        return (self.code.stage_of[layer], layer) if late and final else None
-
-    def _partials(self, layer: int, phase: int) -> list[int]:
-        if not self.code.update.layers[layer].partials[phase]:
-            return []
-        value = self.sheet.values.partials(layer, phase)
-        self.partials[layer, phase + 1] = value
-        return [value]
 
     def _reduce(self, phase: int) -> None:
         """One global reduction."""
         sheet, code = self.sheet, self.code
         info = sheet.reductions[phase - 1]
-        reads = [self.partials[n, phase] for n in info.layers]
+        reads = [self.updates.partials[n, phase] for n in info.layers]
         givers = {code.stage_of[n] for n in info.layers}
         if info.loss:
             for i in range(code.microbatches):
@@ -336,13 +239,13 @@ class StateTasks:
                 code.stage_of[code.layered.variables[v].producer] for v in code.loss_variables
             }
         for stage in info.stages:
-            self.scalars[phase, stage] = sheet.values.scalars(phase, stage)
+            self.updates.scalars[phase, stage] = sheet.values.scalars(phase, stage)
             if stage in sheet.replicated:
                 reads.append(sheet.replicated[stage])
             batch = code.update.reductions[phase - 1].batch
             reads += [self._argument(leaf, stage) for leaf in batch]
-            reads += [self.scalars[k, stage] for k in range(1, phase)]
-        writes = tuple(self.scalars[phase, stage] for stage in info.stages)
+            reads += [self.updates.scalars[k, stage] for k in range(1, phase)]
+        writes = tuple(self.updates.scalars[phase, stage] for stage in info.stages)
         group = tuple(sorted(givers | set(info.stages)))
         op = GlobalReduce(group[0], tuple(reads), writes, phase=phase, group=group)
         rounds = max(1, (len(group) - 1).bit_length())
@@ -354,7 +257,7 @@ class StateTasks:
         for stage, old in sheet.replicated.items():
             new = sheet.values.replicated(stage)
             sheet.outputs.append(new)
-            reads = (old, *(self.scalars[k, stage] for k in range(1, phase + 1)))
+            reads = (old, *(self.updates.scalars[k, stage] for k in range(1, phase + 1)))
             op = UpdateShard(stage, reads, (new,), phase=phase)
             sheet.add(op, 0.0, (RESULT, 0))
 
@@ -364,7 +267,7 @@ class StateTasks:
         if not code.update.metrics_outputs:
             return
         stage = code.metrics_stage
-        reads = [self.scalars[k, stage] for k in range(1, len(sheet.reductions) + 1)]
+        reads = [self.updates.scalars[k, stage] for k in range(1, len(sheet.reductions) + 1)]
         reads += [sheet.replicated[stage]] if stage in sheet.replicated else []
         reads += [self._argument(leaf, stage) for leaf in code.update.metrics_batch]
         value = sheet.values.metrics(stage)

@@ -22,6 +22,7 @@ from ratrain_jax.lowering.program import ArrayType
 from ratrain_jax.lowering.regions import Regions
 from ratrain_jax.lowering.routing import Routing
 from ratrain_jax.lowering.shards import shard_axis
+from ratrain_jax.lowering.speculation import Speculation, speculate
 from ratrain_jax.lowering.stacks import StackMap
 from ratrain_jax.lowering.update import UpdatePlan
 
@@ -281,6 +282,16 @@ class StepCode:
                 and any(r in inside for r in variables[v].readers)
             ),
             accumulators=_sorted(self.owner[p] for layer in members for p in layer.reads),
+        )
+
+    @functools.cached_property
+    def speculations(self) -> tuple[Speculation | None, ...]:
+        """Of each layer that waits for reductions, what an early update would assume, or why it must wait all the same."""
+        return tuple(
+            Speculation(reason=f"stage {', '.join(map(str, self.borrowers(n)))} borrows from it")
+            if found is not None and self.borrowers(n)
+            else found
+            for n, found in enumerate(speculate(self.update))
         )
 
     def inner_inputs(self, layer: int) -> tuple[int, ...]:

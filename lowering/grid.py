@@ -7,6 +7,7 @@ weighed: sends take no slot, every state op on the link takes one.
     F3 R3 B3   Forward, Recover, Backward of microbatch 3; `F3b` of the stage's second block,
                `B3:7` of layer 7 alone
     GS7 U7 PV7 BO7   GradSync, UpdateShard, PrefetchView, Borrow of layer 7; `U*` replicated state
+    V7         Validate of layer 7
     GR1 P M    GlobalReduce of phase 1, Prologue, Metrics
 """
 
@@ -33,6 +34,7 @@ from .program import (
     Recover,
     Send,
     UpdateShard,
+    Validate,
     ZeroGradient,
 )
 from .progress import run
@@ -206,6 +208,7 @@ _LABELS: Final[dict[type[Op], Callable[[_Labels, Any], str]]] = {
     UpdateShard: _of_layer,
     PrefetchView: _of_layer,
     Borrow: _of_layer,
+    Validate: _of_layer,
     GlobalReduce: lambda _, op: str(op.phase),
     Prologue: lambda *_: "",
     Metrics: lambda *_: "",

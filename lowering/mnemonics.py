@@ -32,6 +32,7 @@ from .program import (
     SendActivation,
     SendGradient,
     UpdateShard,
+    Validate,
     ZeroGradient,
 )
 
@@ -48,6 +49,7 @@ SHORT_NAMES: Final[dict[type[Op], str]] = {
     GlobalReduce: "GR",
     UpdateShard: "U",
     PrefetchView: "PV",
+    Validate: "V",
     Metrics: "M",
     Free: "X",
 }
@@ -119,6 +121,7 @@ FIELDS: Final[dict[type[Op], tuple[Field, ...]]] = {
     GlobalReduce: (_number("phase", "k"), _GROUP),
     UpdateShard: (_number("layer", "L", optional=True), _number("phase", "k")),
     PrefetchView: (_number("layer", "L"),),
+    Validate: (_number("layer", "L"), _number("phase", "k")),
     Metrics: (),
     Free: (),
 }

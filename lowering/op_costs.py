@@ -45,6 +45,7 @@ from ratrain_jax.lowering.program import (
     SendActivation,
     SendGradient,
     UpdateShard,
+    Validate,
     Value,
     ZeroGradient,
 )
@@ -349,6 +350,11 @@ def _update(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     yield op.layer, coster.swept(op, flops)
 
 
+def _validate(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
+    """What was made early stays where it is; that it must be made anew is rare, and not counted."""
+    yield op.layer, coster.launch()
+
+
 def _reduce(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     count = sum(coster.value(v).bytes for v in op.writes)
     yield -1, coster.sent(count, coster.durations.send(count))
@@ -367,6 +373,7 @@ _RULES: dict[type[Op], Callable[[OpCoster, Any], Iterator[tuple[int, Work]]]] = 
     GlobalReduce: _reduce,
     UpdateShard: _update,
     PrefetchView: _gather,
+    Validate: _validate,
     Metrics: _swept,
 }
 """How each op is costed; what is not here costs nothing."""

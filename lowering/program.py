@@ -34,6 +34,11 @@ What each op reads and writes, in this order (the calling convention of its code
                         -> partials (if a later reduction needs them); in its last phase it donates gradient, parameters and
                         optimizer and writes the new parameters and optimizer.
                         For a stage's replicated state (no layer): replicated, scalars -> replicated
+                        The last of a layer whose validation is deferred takes no scalars, donates nothing, and what it
+                        writes is speculative; so is the view that is gathered from it.
+    Validate            gradient, parameters, optimizer, replicated, scalars of each phase up to its own; what the layer's
+                        last UpdateShard wrote, and the view -> the same once more. It donates all but replicated and scalars.
+                        What was made early stays where it is if what it assumed holds, else it is made anew
     GlobalReduce        partials by layer, then loss and aux values by microbatch -> scalars, one value a receiving stage
     PrefetchView, Borrow  parameters -> view
     Metrics             scalars, then replicated, operands, loss values -> metrics
@@ -326,6 +331,19 @@ class PrefetchView(Op):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Validate(Op):
+    """Keeps a layer's early update and the view of it, or makes both anew if the reductions show that it was wrong.
+
+    Attributes:
+        layer: whose.
+        phase: how many global reductions it waits for.
+    """
+
+    layer: int = 0
+    phase: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Metrics(Op):
     """Computes what the step returns beside the state."""
 
@@ -357,6 +375,7 @@ class LayerInfo:
         seconds: roofline seconds of its forward and backward for one microbatch, on the machine that cut the layers.
         recovered: whether its residuals are made by Recover.
         fingerprint: of its forward and backward code; equal layers have equal fingerprints.
+        deferred: whether its last UpdateShard runs before the reductions, and a Validate behind them.
     """
 
     name: str
@@ -374,6 +393,12 @@ class LayerInfo:
     seconds: float
     recovered: bool
     fingerprint: str
+    deferred: bool = False
+
+    @property
+    def waits(self) -> int:
+        """How many global reductions its last UpdateShard waits for."""
+        return 0 if self.deferred else self.update_phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -449,6 +474,7 @@ class Settings:
         window_bytes: bytes of their gradient shards and new views; None for no bound.
         window_microbatches: microbatches whose residuals may be recovered ahead of their Backward.
         memory_limit: bytes a device, one a stage; empty for no limit.
+        validation: `immediate`, or `deferred` to update layers before the reductions that may show it wrong.
     """
 
     stages: int
@@ -463,6 +489,7 @@ class Settings:
     window_bytes: int | None = None
     window_microbatches: int = 1
     memory_limit: tuple[int, ...] = ()
+    validation: str = "immediate"
 
     @property
     def trains(self) -> bool:
@@ -532,6 +559,7 @@ OP_TYPES: dict[str, type[Op]] = {
         GlobalReduce,
         UpdateShard,
         PrefetchView,
+        Validate,
         Metrics,
         Free,
     )

@@ -109,7 +109,7 @@ def _layer(number: int, layer: LayerInfo) -> tuple[str, ...]:
         quoted(layer.name),
         f"s{layer.stage}",
         f"b{layer.block}",
-        f"k{layer.update_phase}",
+        f"k{layer.update_phase}{' deferred' * layer.deferred}",
         "recovered" if layer.recovered else "saved",
         str(layer.flops),
         repr(layer.seconds),

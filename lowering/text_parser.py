@@ -187,6 +187,7 @@ _SETTINGS: Final[dict[str, Callable[[Cursor], Any]]] = {
     "window_bytes": _count_or_none,
     "window_microbatches": _count,
     "memory_limit": _counts,
+    "validation": _word,
 }
 
 
@@ -200,6 +201,7 @@ def _layer(cursor: Cursor) -> LayerInfo:
     stage = cursor.prefixed(_STAGE, "a stage such as s0")
     block = cursor.prefixed(_BLOCK, "a block such as b0")
     phase = cursor.prefixed(_PHASE, "an update phase such as k0")
+    deferred = cursor.accept("deferred")
     recovered = cursor.choice(("saved", "recovered")) == "recovered"
     flops = cursor.integer("floating-point operations")
     seconds = _seconds(cursor)
@@ -227,6 +229,7 @@ def _layer(cursor: Cursor) -> LayerInfo:
         seconds=seconds,
         recovered=recovered,
         fingerprint=fingerprint,
+        deferred=deferred,
     )
 
 

@@ -8,7 +8,7 @@ reads only what is alive, leaves nothing alive but its outputs, and these are th
 import dataclasses
 import random
 
-from ratrain_jax.lowering.program import Free, Kind, Op, Program, Recover
+from ratrain_jax.lowering.program import Free, Kind, Op, Program, Recover, Validate
 
 KINDS = ("drop", "double", "swap", "move", "aim read", "aim write", "aim attribute", "donate")
 
@@ -91,6 +91,11 @@ def _sources(program: Program) -> dict[int, int]:
     for value in program.values:
         if value.kind is Kind.VIEW and value.aliased:
             op = writers.get(value.id)
+            if isinstance(op, Validate):  # beside the view it writes them
+                (found[value.id],) = (
+                    n for n in op.writes if program.values[n].kind is Kind.PARAMETERS
+                )
+                continue
             found[value.id] = op.reads[0] if op and op.reads else inputs.get(value.layer, -1)
     return found
 

@@ -25,6 +25,7 @@ from ratrain_jax.lowering.program import (
     SendActivation,
     SendGradient,
     UpdateShard,
+    Validate,
     ZeroGradient,
 )
 
@@ -135,6 +136,8 @@ def _need(program: Program, op: Op) -> _Need:
             return _Need(kind, op.stage, op.layer, op.microbatch)
         case UpdateShard():
             return _Need(kind, op.stage, op.layer, None, None if op.layer is None else op.phase)
+        case Validate():
+            return _Need(kind, op.stage, op.layer, None, op.phase)
         case ZeroGradient() | PrefetchView():
             return _Need(kind, op.stage, op.layer)
         case GlobalReduce():
@@ -228,6 +231,9 @@ def _expected_updates(shape: Shape) -> Iterator[_Need]:
     for number, numbers in enumerate(phases):
         for phase in sorted(numbers):
             yield _Need(UpdateShard, shape.stage(number), number, None, phase)
+        layer = program.layers[number]
+        if layer.deferred:
+            yield _Need(Validate, layer.stage, number, None, layer.update_phase)
     for stage in sorted(shape.replicated):
         yield _Need(UpdateShard, stage)
 

@@ -24,6 +24,7 @@ from ratrain_jax.lowering.program import (
     SendActivation,
     SendGradient,
     UpdateShard,
+    Validate,
     Value,
     ZeroGradient,
 )
@@ -86,6 +87,7 @@ class _Roles:
             GradSync: state.sync_reads,
             GlobalReduce: state.reduce_reads,
             UpdateShard: state.update_reads,
+            Validate: state.validate_reads,
             Metrics: state.metrics_reads,
         }
         self.writes: dict[type[Op], Callable[[Any], list[Tag]]] = {
@@ -101,6 +103,7 @@ class _Roles:
             GradSync: state.sync_writes,
             GlobalReduce: state.reduce_writes,
             UpdateShard: state.update_writes,
+            Validate: state.validate_writes,
             Metrics: state.metrics_writes,
         }
 

@@ -22,6 +22,7 @@ from ratrain_jax.lowering.program import (
     SendActivation,
     SendGradient,
     UpdateShard,
+    Validate,
     ZeroGradient,
 )
 
@@ -30,6 +31,7 @@ from .fault import Place, named_layer, named_op, refuse
 _REMEDY: Final = "Correct the program's text, or lower the step again."
 
 _SCHEDULES: Final = ("gpipe", "1f1b", "ratrain", "forward")
+_VALIDATIONS: Final = ("immediate", "deferred")
 _RECOVERIES: Final = ("none", "backward", "forward", "auto")
 _ROLES: Final = ("boundary", "loss", "aux")
 _JOINS: Final = ("mean", "sum", "rows", "first")
@@ -68,7 +70,12 @@ def _settings(program: Program) -> Iterator[str]:
     for name in ("data_parallel", "microbatches", "window_layers", "window_microbatches"):
         if getattr(settings, name) < 1:
             yield f"{name} is {getattr(settings, name)}; it must be 1 or more."
-    choices = (("schedule", _SCHEDULES), ("zero", (1, 2)), ("recovery", _RECOVERIES))
+    choices = (
+        ("schedule", _SCHEDULES),
+        ("zero", (1, 2)),
+        ("recovery", _RECOVERIES),
+        ("validation", _VALIDATIONS),
+    )
     for name, allowed in choices:
         if getattr(settings, name) not in allowed:
             yield f"{name} is {getattr(settings, name)!r}; it must be one of {allowed}."
@@ -119,6 +126,18 @@ def _layer(program: Program, number: int, layer: LayerInfo) -> Iterator[str]:
             yield f"borrows from L{owner} what that does not own"
     if not 0 <= layer.update_phase <= len(program.reductions):
         yield f"updates after {layer.update_phase} reductions, of {len(program.reductions)}"
+    if layer.deferred:
+        yield from _deferred(program, number, layer)
+
+
+def _deferred(program: Program, number: int, layer: LayerInfo) -> Iterator[str]:
+    if program.settings.validation != "deferred" or not program.settings.update_prefetch:
+        yield "is validated late, which the settings do not ask for"
+    if not layer.update_phase or not layer.parameters:
+        yield "is validated late, but its update waits for nothing"
+    for other, borrower in enumerate(program.layers):
+        if borrower.stage != layer.stage and number in [owner for owner, _ in borrower.borrows]:
+            yield f"is validated late, but L{other} on another stage borrows from it"
 
 
 def _variables(program: Program) -> Iterator[str]:
@@ -274,6 +293,15 @@ def _of_update(program: Program, op: Any) -> Iterator[str]:
                 yield f"has phase {op.phase}, but its stage does not get reduction {reduction.phase}"
 
 
+def _of_validation(program: Program, op: Any) -> Iterator[str]:
+    if not _in(op.layer, program.layers):
+        yield f"is for L{op.layer}, which does not exist"
+    elif not program.layers[op.layer].deferred:
+        yield f"is for L{op.layer}, whose validation is not deferred"
+    if not 1 <= op.phase <= len(program.reductions):
+        yield f"has phase {op.phase}, with {len(program.reductions)} reductions"
+
+
 _ATTRIBUTES: Final[dict[type[Op], Callable[[Program, Any], Iterator[str]]]] = {
     Forward: _of_unit,
     Recover: _of_unit,
@@ -286,6 +314,7 @@ _ATTRIBUTES: Final[dict[type[Op], Callable[[Program, Any], Iterator[str]]]] = {
     GlobalReduce: _of_reduction,
     UpdateShard: _of_update,
     PrefetchView: _of_layer,
+    Validate: _of_validation,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ratrain_jax.lowering.program import Free, Kind, Lane, Op, PrefetchView, Program
+from ratrain_jax.lowering.program import Free, Kind, Lane, Op, PrefetchView, Program, Validate
 
 from .fault import Place, named_op, named_value, refuse
 
@@ -111,6 +111,7 @@ class _Lives:
 def _aliased_views(program: Program) -> dict[int, int]:
     """The parameters whose buffers each view shares."""
     writers = {op.writes[0]: op.reads[0] for op in _gathers(program) if op.writes and op.reads}
+    writers |= _validated_views(program)
     entry = {
         (value.layer, value.stage): value.id
         for value in (program.values[number] for number in program.inputs)
@@ -123,6 +124,16 @@ def _aliased_views(program: Program) -> dict[int, int]:
             if source is not None:
                 sources[value.id] = source
     return sources
+
+
+def _validated_views(program: Program) -> dict[int, int]:
+    """The parameters that each Validate writes, by the view that it writes with them."""
+    found = {}
+    for op in (op for ops in program.order for op in ops if isinstance(op, Validate)):
+        kinds = {program.values[number].kind: number for number in op.writes}
+        if Kind.VIEW in kinds and Kind.PARAMETERS in kinds:
+            found[kinds[Kind.VIEW]] = kinds[Kind.PARAMETERS]
+    return found
 
 
 def _gathers(program: Program) -> Iterator[PrefetchView]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ratrain_jax.lowering.program import (
     Borrow,
     GlobalReduce,
@@ -13,12 +15,13 @@ from ratrain_jax.lowering.program import (
     Prologue,
     Send,
     UpdateShard,
+    Validate,
     ZeroGradient,
 )
 
 from .compute_roles import ComputeRoles
 from .shape import Shape
-from .tags import NEW, NEXT, OLD, THIS, Slot, Tag, slots
+from .tags import EARLY, NEW, NEXT, OLD, THIS, Slot, Tag, slots
 
 
 class StateRoles:
@@ -35,6 +38,8 @@ class StateRoles:
         self.shape: Shape = compute.shape
         self.program: Program = compute.program
         self.zero = self.program.settings.zero
+        kinds = ((v.kind, v.layer) for v in self.program.values)
+        self._with_outputs = {layer for kind, layer in kinds if kind is Kind.METRICS}
 
     def prologue_reads(self, op: Prologue) -> list[Slot]:
         """Replicated state and arguments."""
@@ -90,11 +95,15 @@ class StateRoles:
     def view_reads(self, op: PrefetchView | Borrow) -> list[Slot]:
         """Parameters: the new ones if the view is for the next step."""
         age = NEW if self.program.settings.update_prefetch else OLD
+        if self._deferred(op.layer):
+            age = EARLY
         return slots([("parameters", op.layer, age)])
 
     def view_writes(self, op: PrefetchView | Borrow) -> list[Tag]:
         """A view, at home or on the borrower."""
         step = NEXT if self.program.settings.update_prefetch else THIS
+        if self._deferred(op.layer):
+            step = EARLY
         return [("view", op.layer, op.target if isinstance(op, Borrow) else op.stage, step)]
 
     def sync_reads(self, op: GradSync) -> list[Slot]:
@@ -121,11 +130,20 @@ class StateRoles:
         )
         if op.layer is None:
             return [*self._replicated(op.stage), *scalars]
-        own: list[Tag] = [self._final_gradient(op.layer), ("parameters", op.layer, OLD)]
-        if op.layer in self.shape.optimizers:
-            own.append(("optimizer", op.layer, OLD))
         final = op.phase == self.program.layers[op.layer].update_phase
-        return [*slots(own, donated=final), *self._replicated(op.stage), *scalars]
+        if final and self._deferred(op.layer):
+            return [*slots(self._own(op.layer)), *self._replicated(op.stage)]
+        return [*slots(self._own(op.layer), donated=final), *self._replicated(op.stage), *scalars]
+
+    def _own(self, layer: int) -> list[Tag]:
+        """What an update reads of its layer."""
+        own: list[Tag] = [self._final_gradient(layer), ("parameters", layer, OLD)]
+        if layer in self.shape.optimizers:
+            own.append(("optimizer", layer, OLD))
+        return own
+
+    def _deferred(self, layer: int) -> bool:
+        return 0 <= layer < len(self.program.layers) and self.program.layers[layer].deferred
 
     def update_writes(self, op: UpdateShard) -> list[Tag]:
         """Partials for the next reduction; in the last phase new parameters and optimizer too."""
@@ -138,12 +156,51 @@ class StateRoles:
         ]
         if op.phase < self.program.layers[op.layer].update_phase:
             return tags
+        if self._deferred(op.layer):
+            return self._early(op.layer)
         tags.append(("parameters", op.layer, NEW))
         if op.layer in self.shape.optimizers:
             tags.append(("optimizer", op.layer, NEW))
         if len(op.writes) > len(tags):
             tags.append(("layer metrics", op.layer))
         return tags
+
+    def _early(self, layer: int) -> list[Tag]:
+        """What the early update of a layer writes."""
+        phase = self.program.layers[layer].update_phase
+        tags: list[Tag] = [
+            ("early partials", layer, reduction.phase)
+            for reduction in self.program.reductions[phase : phase + 1]
+            if layer in reduction.layers
+        ]
+        tags.append(("parameters", layer, EARLY))
+        if layer in self.shape.optimizers:
+            tags.append(("optimizer", layer, EARLY))
+        if layer in self._with_outputs:
+            tags.append(("early metrics", layer))
+        return tags
+
+    def validate_reads(self, op: Validate) -> list[Slot]:
+        """What the update reads, scalars included; then what the early one wrote, and its view."""
+        scalars = slots(
+            ("scalars", reduction.phase, op.stage)
+            for reduction in self.program.reductions[: op.phase]
+            if op.stage in reduction.stages
+        )
+        early = [*self._early(op.layer), ("view", op.layer, op.stage, EARLY)]
+        return [
+            *slots(self._own(op.layer), donated=True),
+            *self._replicated(op.stage),
+            *scalars,
+            *slots(early, donated=True),
+        ]
+
+    def validate_writes(self, op: Validate) -> list[Tag]:
+        """The same as the early update and its view, and right."""
+        return [
+            *(_right(tag) for tag in self._early(op.layer)),
+            ("view", op.layer, op.stage, NEXT),
+        ]
 
     def _final_gradient(self, layer: int) -> Tag:
         if self.zero == 2 and not self.shape.borrowers[layer]:
@@ -213,3 +270,13 @@ class StateRoles:
 
     def _arguments(self, stage: int) -> Slot:
         return Slot((("argument", stage),), many=True)
+
+
+_RIGHT: Final = {"early partials": "partials", "early metrics": "layer metrics"}
+
+
+def _right(tag: Tag) -> Tag:
+    """The tag of what was made early, once it is validated."""
+    if tag[0] in _RIGHT:
+        return (_RIGHT[tag[0]], *tag[1:])
+    return (tag[0], tag[1], NEW)

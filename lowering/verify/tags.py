@@ -4,9 +4,10 @@ A tag is a tuple whose first item names its role. Two values of a right program 
 tag, arguments apart. In the tags below l is an owning layer, s the stage where the value lives,
 v a variable, i a microbatch, o an operand and k a reduction.
 
-    ("parameters" | "optimizer", l, age)    age is "old" (the step's inputs) or "new"
+    ("parameters" | "optimizer", l, age)    age is "old" (the step's inputs), "new", or "early":
+                                            new, but not validated
     ("replicated", s, age)
-    ("view", l, s, step)                    of "this" step or the "next"
+    ("view", l, s, step)                    of "this" step or the "next"; "early" as above
     ("operand", o, s)                       an operand of the loss
     ("argument", s)                         a leaf of the batch, for other readers than the loss
     ("variable", v, i, s)                   what Forward made of a variable, and its copies
@@ -19,6 +20,7 @@ v a variable, i a microbatch, o an operand and k a reduction.
     ("share", l, t)                         what stage t adds to a tied gradient, at home
     ("gradient", l)                         the final gradient shard
     ("partials", l, k), ("scalars", k, s), ("metrics", s), ("layer metrics", l)
+    ("early partials", l, k), ("early metrics", l)
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ Tag = tuple[Any, ...]
 
 OLD: Final = "old"
 NEW: Final = "new"
+EARLY: Final = "early"
 THIS: Final = "this"
 NEXT: Final = "next"
 
@@ -79,9 +82,11 @@ _PHRASES: Final = {
     "scalars": "the scalars of reduction {0}",
     "metrics": "the metrics",
     "layer metrics": "the metrics of L{0}",
+    "early partials": "the early partials of L{0} for reduction {1}",
+    "early metrics": "the early metrics of L{0}",
 }
 
-_STEPS: Final = {THIS: "this step's", NEXT: "the next step's"}
+_STEPS: Final = {THIS: "this step's", NEXT: "the next step's", EARLY: "the early"}
 
 
 def phrase(tag: Tag | None) -> str:
@@ -116,6 +121,8 @@ _KINDS: Final = {
     "scalars": Kind.SCALARS,
     "metrics": Kind.METRICS,
     "layer metrics": Kind.METRICS,
+    "early partials": Kind.PARTIALS,
+    "early metrics": Kind.METRICS,
 }
 
 _WITHOUT_LAYER: Final = frozenset(

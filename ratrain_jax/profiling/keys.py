@@ -28,6 +28,7 @@ from ratrain_jax.lowering.program import (
     SendActivation,
     SendGradient,
     UpdateShard,
+    Validate,
     ZeroGradient,
 )
 
@@ -113,7 +114,10 @@ def _moved(program: Program, op: Op) -> str:
 
 
 def _update(program: Program, op: Any) -> str:
-    role = "replicated" if op.layer is None else "layer"
+    role = "replicated"
+    if op.layer is not None:
+        layer = program.layers[op.layer]
+        role = "early" if layer.deferred and op.phase == layer.update_phase else "layer"
     return f"{role}/{op.phase}/{_touched(program, op)}"
 
 
@@ -136,6 +140,7 @@ _RULES: dict[type[Op], tuple[str, Callable[[Program, Any], str]]] = {
     GlobalReduce: ("GlobalReduce", _touched),
     UpdateShard: ("UpdateShard", _update),
     PrefetchView: ("PrefetchView", _moved),
+    Validate: ("Validate", _touched),
     Metrics: ("Metrics", _touched),
 }
 """The kind and the code of each op."""

@@ -224,7 +224,7 @@ class _Builder:
         return sorted(final.values()), closers
 
     def _phase(self, layer: int) -> int:
-        return self.program.layers[layer].update_phase
+        return self.program.layers[layer].waits
 
     def _held(self, opener: int) -> int:
         """Bytes of the gradient and the new view of the layer whose chain an op opens."""

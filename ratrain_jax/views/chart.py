@@ -32,6 +32,7 @@ from ratrain_jax.lowering.program import (
     SendActivation,
     SendGradient,
     UpdateShard,
+    Validate,
     ZeroGradient,
 )
 from ratrain_jax.views.memory_curve import MemoryCurve, memory_curves
@@ -50,6 +51,7 @@ KINDS: Final[dict[type[Op], str]] = {
     GradSync: "sync",
     GlobalReduce: "sync",
     UpdateShard: "update",
+    Validate: "update",
     PrefetchView: "prefetch",
     Prologue: "other",
     ZeroGradient: "other",

@@ -31,10 +31,11 @@ from ratrain_jax.lowering.program import (
     Prologue,
     Recover,
     UpdateShard,
+    Validate,
 )
 
 _COMPUTE: Final = (Forward, Recover, Backward)
-_OF_LAYERS: Final = (GradSync, UpdateShard, PrefetchView, Borrow)
+_OF_LAYERS: Final = (GradSync, UpdateShard, PrefetchView, Borrow, Validate)
 _STATE: Final = (*_OF_LAYERS, GlobalReduce)
 _LONGEST: Final = 96
 """Cells of a repeat that are looked for at most."""

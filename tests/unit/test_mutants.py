@@ -22,6 +22,13 @@ SHAPES = {
         "recovered": (1, 0, 1),
     },
     "ratrain": {"stages": 2, "microbatches": 2, "data_parallel": 2, "clip": True},
+    "deferred": {
+        "stages": 2,
+        "microbatches": 2,
+        "data_parallel": 2,
+        "clip": True,
+        "validation": "deferred",
+    },
     "zero 2": {"stages": 2, "microbatches": 3, "data_parallel": 2, "zero": 2},
     "recovered": {
         "stages": 4,

@@ -1,0 +1,167 @@
+"""Adds the updates of layers, the views gathered from them, and what validates those that were made early."""
+
+from __future__ import annotations
+
+from ratrain_jax.lowering.program import Borrow, PrefetchView, UpdateShard, Validate
+from ratrain_jax.lowering.sheet import GATHER, UPDATE, Sheet
+
+
+class UpdateTasks:
+    """Adds what turns gradients into new state and new views.
+
+    Attributes:
+        sheet: the growing program.
+        gradients: the final gradient shard of each layer.
+        syncs: the tasks that make the gradients of a stage final.
+        partials: what each layer gives to each reduction, by (layer, reduction).
+        scalars: what each reduction gives, by (reduction, stage).
+        joined: with ZeRO-2, the tied layer of each stage whose shares are joined last.
+    """
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.sheet = sheet
+        self.code = sheet.code
+        self.gradients: dict[int, int] = {}
+        self.syncs: dict[int, list[int]] = {}
+        self.partials: dict[tuple[int, int], int] = {}
+        self.scalars: dict[tuple[int, int], int] = {}
+        self.joined: dict[int, int] = {}
+        # What the early update of each layer wrote, and the view of it.
+        self._early: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def stateful(self) -> list[int]:
+        """Layers that own parameters."""
+        return [n for n, layer in enumerate(self.code.layered.layers) if layer.owned]
+
+    def homes(self, layer: int) -> list[int]:
+        """The stages that hold a view of a layer: its own first."""
+        return [self.code.stage_of[layer], *self.code.borrowers(layer)]
+
+    def gather(
+        self, layer: int, parameters: int, table: dict[tuple[int, int], int], opens: bool
+    ) -> None:
+        """Views of a layer from its shards, on its own stage and on the borrowers'."""
+        sheet = self.sheet
+        home = self.code.stage_of[layer]
+        chain = (home, layer)
+        for stage in self.homes(layer):
+            view = sheet.values.view(layer, stage)
+            table[stage, layer] = view
+            seconds = sheet.durations.collective(sheet.bytes(view))
+            closes = chain if opens and stage == home else None
+            if stage == home:
+                op = PrefetchView(home, (parameters,), (view,), layer=layer)
+            else:
+                op = Borrow(home, (parameters,), (view,), layer=layer, target=stage)
+                seconds += sheet.durations.send(sheet.bytes(parameters), stage - home)
+            sheet.add(op, seconds, (GATHER, layer), closes=closes)
+
+    def chain(self, layer: int) -> tuple[int, int] | None:
+        """The layer's chain in its stage's window, where its update follows its sync at once."""
+        if not self.sheet.settings.update_prefetch or self._waits(layer):
+            return None
+        return (self.code.stage_of[layer], layer)
+
+    def _waits(self, layer: int) -> bool:
+        """Whether a layer's last update waits for a reduction."""
+        return self.code.update.layers[layer].phase > 0 and not self.sheet.deferred[layer]
+
+    def update(self, layer: int, phase: int) -> None:
+        """One phase of a layer's update; the last is followed by the views of the next step."""
+        sheet, stage = self.sheet, self.code.stage_of[layer]
+        update = self.code.update.layers[layer]
+        final = phase == update.phase
+        if sheet.deferred[layer]:
+            if final:
+                self._validate(layer)
+                return
+            if phase == 0:
+                self._update_early(layer)
+        partials = self._partials(layer, phase)
+        if not final and not partials:
+            return
+        own = (self.gradients[layer], *sheet.state[layer])
+        reads = [*own, *self._shared(stage, phase)]
+        writes = [*partials]
+        if final:
+            new = self._new(layer)
+            writes += new
+            sheet.outputs += new
+        op = UpdateShard(
+            stage, tuple(reads), tuple(writes), own if final else (), layer=layer, phase=phase
+        )
+        after = () if sheet.settings.update_prefetch else tuple(self.syncs[stage])
+        seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
+        chain = self._window_of_update(layer, final)
+        held = sheet.bytes(self.gradients[layer]) + sheet.bytes(sheet.views[stage, layer])
+        rank = (UPDATE, phase, 0 if layer == self._first_updated(stage) else 1, layer)
+        sheet.add(op, seconds, rank, after, opens=chain, held=held)
+        if final and sheet.settings.update_prefetch:
+            views: dict[tuple[int, int], int] = {}
+            self.gather(layer, writes[len(partials)], views, opens=True)
+            sheet.outputs += views.values()
+
+    def _shared(self, stage: int, phase: int) -> list[int]:
+        """What an update reads that is not its layer's own: replicated state, and the scalars of some reductions."""
+        replicated = self.sheet.replicated
+        shared = [replicated[stage]] if stage in replicated else []
+        return shared + [self.scalars[k, stage] for k in range(1, phase + 1)]
+
+    def _new(self, layer: int) -> list[int]:
+        """What a layer's last update writes beside its partials: parameters, optimizer, and outputs where it has some."""
+        values = self.sheet.values
+        new = [values.parameters(layer), values.optimizer(layer)]
+        if self.code.update.layers[layer].outputs:
+            new.append(values.layer_outputs(layer))
+        return new
+
+    def _update_early(self, layer: int) -> None:
+        """A layer's last update, as if its reductions were over, and the view of what it makes."""
+        sheet, stage = self.sheet, self.code.stage_of[layer]
+        update = self.code.update.layers[layer]
+        own = (self.gradients[layer], *sheet.state[layer])
+        reads = (*own, *self._shared(stage, 0))
+        partials = [sheet.values.partials(layer, update.phase)] if update.partials[-1] else []
+        new = self._new(layer)
+        op = UpdateShard(stage, reads, (*partials, *new), (), layer=layer, phase=update.phase)
+        seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
+        # Behind the partials, for which all layers wait.
+        sheet.add(op, seconds, (UPDATE, 0, 2, layer))
+        views: dict[tuple[int, int], int] = {}
+        self.gather(layer, new[0], views, opens=True)
+        self._early[layer] = (*partials, *new, *views.values())
+
+    def _validate(self, layer: int) -> None:
+        """Keeps what a layer's early update made, or makes it anew."""
+        sheet, stage = self.sheet, self.code.stage_of[layer]
+        phase = self.code.update.layers[layer].phase
+        own = (self.gradients[layer], *sheet.state[layer])
+        early = self._early[layer]
+        reads = (*own, *self._shared(stage, phase), *early)
+        kept = [*self._new(layer), sheet.values.view(layer, stage)]
+        writes = (*self._partials(layer, phase), *kept)
+        sheet.outputs += kept
+        op = Validate(stage, reads, writes, (*own, *early), layer=layer, phase=phase)
+        sheet.add(op, 0.0, (UPDATE, phase, 1, layer))
+
+    def _first_updated(self, stage: int) -> int | None:
+        """Without prefetch, the layer that is synchronised last: if it goes first, no update overlaps with a sync."""
+        if self.sheet.settings.update_prefetch:
+            return None
+        if stage in self.joined:
+            return self.joined[stage]
+        owners = [n for n in self.stateful if self.code.stage_of[n] == stage]
+        return owners[0] if self.sheet.settings.layerwise_state else owners[-1]
+
+    def _window_of_update(self, layer: int, final: bool) -> tuple[int, int] | None:
+        """A chain that had to wait for a reduction opens with its update."""
+        late = self.sheet.settings.update_prefetch and self._waits(layer)
+        return (self.code.stage_of[layer], layer) if late and final else None
+
+    def _partials(self, layer: int, phase: int) -> list[int]:
+        if not self.code.update.layers[layer].partials[phase]:
+            return []
+        value = self.sheet.values.partials(layer, phase)
+        self.partials[layer, phase + 1] = value
+        return [value]
