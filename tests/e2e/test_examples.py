@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,23 @@ def test_schedules_are_drawn(tmp_path):
     for name in ("tail.png", "pipeline.png"):
         picture = (tmp_path / name).read_bytes()
         assert picture.startswith(b"\x89PNG") and 10_000 < len(picture) < 200_000
+
+
+def test_losses_are_faithful_and_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
+    small = ("--layers", "2", "--width", "32", "--rows", "8", "--length", "16")
+    command = ("loss_fidelity.py", *small, "--steps", "40", "--every", "16", "--output")
+    text = run(*command, str(tmp_path))
+    assert "40 steps; loss from" in text
+    assert "equal to the last bit at every step" in text
+    largest, mean, last = (
+        float(re.search(rf"{name} +(\d+\.\d+)%", text)[1]) for name in ("largest", "mean", "last")
+    )
+    assert max(mean, last) <= largest <= 0.08
+    assert (tmp_path / "fidelity.png").read_bytes().startswith(b"\x89PNG")
+    losses = (tmp_path / "losses.jsonl").read_text()
+    assert losses.count("\n") == 40
+    # As if it had been killed in step 38: what is behind the last checkpoint is done again.
+    shutil.rmtree(tmp_path / "checkpoints" / "40")
+    (tmp_path / "losses.jsonl").write_text("".join(losses.splitlines(keepends=True)[:37]))
+    assert run(*command, str(tmp_path)) == text
+    assert (tmp_path / "losses.jsonl").read_text() == losses
