@@ -69,7 +69,7 @@ def make_state(sizes: Sizes) -> TrainState:
 
 def make_runs(stages: int, microbatches: int) -> dict[str, Any]:
     """The step of each run."""
-    layout = {"stages": stages, "microbatches": microbatches}
+    layout: dict[str, Any] = {"stages": stages, "microbatches": microbatches}
     return {
         "jit": jax.jit(train_step),
         "1f1b": rt.train_step(schedule="1f1b", **layout)(train_step),
