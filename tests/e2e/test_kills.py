@@ -15,7 +15,7 @@ from ratrain_jax.checkpoints.storage import UNFINISHED
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
-LINGERS = 0.05
+LINGERS = 0.03
 """Seconds, at most, at each dangerous place of a save."""
 
 
@@ -71,9 +71,9 @@ def unfinished(folder):
 def strike(child, folder, rng, seconds, in_a_save):
     """Kills at a random moment of a life, or of a save."""
     if in_a_save:
-        first = rng.randrange(1, STEPS // 2)
+        first = rng.randrange(4)
         child.wait_for(lambda: len(child.told("step")) >= first and unfinished(folder))
-        time.sleep(rng.uniform(0, 8 * LINGERS))
+        time.sleep(rng.uniform(0, 6 * LINGERS))
     else:
         until = time.monotonic() + rng.uniform(0, seconds)
         child.wait_for(lambda: time.monotonic() > until)

@@ -488,6 +488,17 @@ def test_what_orbax_cannot_read_is_damaged_too(tmp_path):
         restored(tmp_path, jnp.arange(3))
 
 
+def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
+    saved(tmp_path, 1, 2)
+
+    def restore(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", restore)
+    with pytest.raises(MemoryError):
+        restored(tmp_path)
+
+
 # Checkpoints of others.
 
 
