@@ -100,6 +100,7 @@ class Checkpoints:
             CheckpointError: the checkpoint is of another model or optimizer; none is whole; the one of `step` is damaged
                 or not there; there is none and `like` has no arrays to begin with.
         """
+        self._check_open()
         self.wait()
         like = abstract_state(like) if isinstance(like, Compiled) else like
         steps = self.steps
@@ -121,10 +122,9 @@ class Checkpoints:
             self._damaged.update(n for n in steps if step is None and n > number)
             return Restored(_placed(arrays, manifest, like), manifest.step, manifest.extras)
         if faults:
-            remedy = (
-                "Remove what is damaged, or restore another step." if step else "None is whole."
+            raise CheckpointError(
+                f"{' '.join(faults)} Restore another step, or remove the folder to begin anew."
             )
-            raise CheckpointError(f"{' '.join(faults)} {remedy}")
         return self._fresh(like)
 
     def save(self, step: int, state: Any, extras: Mapping[str, Any] | None = None) -> None:
@@ -142,8 +142,7 @@ class Checkpoints:
                 were; this call saves nothing, call it again to try. Or the state was used up, a leaf is no array, the
                 extras are no JSON, the step is not after the newest one, or the checkpoints were closed.
         """
-        if self._closed:
-            raise CheckpointError(f"{self!r} is closed; save before the end of its `with`.")
+        self._check_open()
         self.wait()
         step = operator.index(step)
         self._check_step(step)
@@ -209,6 +208,12 @@ class Checkpoints:
     def __repr__(self) -> str:
         return f"<Checkpoints in {self._folder.path}: {_listed(self.steps)}>"
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(
+                f"{self!r} is closed. Save and restore before the end of its `with`, or open the folder again."
+            )
+
     def _check_step(self, step: int) -> None:
         if step < 0:
             raise CheckpointError(f"step {step} must be at least 0.")
@@ -240,6 +245,8 @@ class Checkpoints:
             manifest = read_manifest(path)
         except CheckpointError as error:
             raise _Damaged(str(error)) from error
+        if manifest.step != step:
+            raise _Damaged(f"its manifest is that of step {manifest.step}.")
         compare(manifest.leaves, describe(like), str(path))
         try:
             return manifest, read_arrays(path, manifest)
