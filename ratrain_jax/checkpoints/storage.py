@@ -24,7 +24,7 @@ class _Handler(ocp.CompositeCheckpointHandler):
     """Orbax's handler of a folder with one item; with a manifest, it writes that too before the folder gets its name."""
 
     def __init__(self, manifest: Manifest | None = None) -> None:
-        super().__init__(**{STATE: ocp.PyTreeCheckpointHandler()})
+        super().__init__(state=ocp.PyTreeCheckpointHandler())
         self._manifest = manifest
 
     def finalize(self, directory: Any) -> None:
@@ -55,7 +55,7 @@ def write(path: Path, manifest: Manifest, arrays: Sequence[np.ndarray]) -> None:
     # Orbax takes no arrays without elements.
     tree = _tree([(leaf, array) for leaf, array in pairs if array.size])
     with ocp.Checkpointer(_Handler(manifest)) as checkpointer:
-        checkpointer.save(path.resolve(), args=_Args(**{STATE: ocp.args.PyTreeSave(tree)}))
+        checkpointer.save(path.resolve(), args=_Args(state=ocp.args.PyTreeSave(tree)))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -83,7 +83,7 @@ def read_arrays(path: Path, manifest: Manifest) -> list[np.ndarray]:
     restore = ocp.args.PyTreeRestore(restore_args=args)
     try:
         with ocp.Checkpointer(_Handler()) as checkpointer:
-            found = checkpointer.restore(path.resolve(), args=_Args(**{STATE: restore}))
+            found = checkpointer.restore(path.resolve(), args=_Args(state=restore))
     except MemoryError:
         raise
     except Exception as error:  # whatever the parsers of Orbax and TensorStore meet
