@@ -7,6 +7,8 @@ of its own. XLA's CPU compiler needs half to 1.8 times as much for the layers of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jax.extend import core as jex
 
 from ratrain_jax import compat
@@ -14,11 +16,14 @@ from ratrain_jax.lowering.cost import aval_bytes, stored_variables
 from ratrain_jax.lowering.graph import Var, is_var
 
 
-def scratch_bytes(closed: jex.ClosedJaxpr) -> int:
+def scratch_bytes(
+    closed: jex.ClosedJaxpr, size: Callable[[Var], float] = lambda var: aval_bytes(var.aval)
+) -> int:
     """The most bytes of intermediate results that are live at once.
 
     Args:
         closed: a program; of an equation that holds code (a loop, a branch) the largest part counts where it stands.
+        size: bytes of a result of one of its equations.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -35,10 +40,10 @@ def scratch_bytes(closed: jex.ClosedJaxpr) -> int:
     dying: dict[int, list[Var]] = {}
     for var, place in last.items():
         dying.setdefault(place, []).append(var)
-    live = most = 0
+    live = most = 0.0
     for place, eqn in enumerate(jaxpr.eqns):
-        live += sum(aval_bytes(var.aval) for var in eqn.outvars if var in stored)
+        live += sum(size(var) for var in eqn.outvars if var in stored)
         inner = max((scratch_bytes(part) for _, part in compat.sub_jaxprs(eqn)), default=0)
         most = max(most, live + inner)
-        live -= sum(aval_bytes(var.aval) for var in dying.get(place, ()))
-    return most
+        live -= sum(map(size, dying.get(place, ())))
+    return int(most)

@@ -214,7 +214,7 @@ def layer_on_rank(
         ranks: t.
         sequence_parallel: whether code on whole values is divided, too.
     """
-    forward, backward = _programs(layer, code)
+    forward, backward = divide_layer(layer, code)
     results = code.forward.jaxpr.outvars[: len(layer.outputs)]
     residuals = code.forward.jaxpr.outvars[len(layer.outputs) :]
     split = _shares(layer.reads, forward, ranks)
@@ -237,8 +237,13 @@ def layer_on_rank(
     )
 
 
-def _programs(layer: Layer, code: LayerCode) -> tuple[Division, Division]:
-    """A layer's forward, divided, and its backward from the marks of forward's residuals."""
+def divide_layer(layer: Layer, code: LayerCode) -> tuple[Division, Division]:
+    """How a layer's forward is divided, and its backward, from the marks of forward's residuals.
+
+    Args:
+        layer: the layer.
+        code: its two programs.
+    """
     reads = len(layer.reads)
     given = len(code.forward.jaxpr.invars) - reads
     forward = divide(code.forward, [Mark.PARAMETER] * reads + [Mark.WHOLE] * given)

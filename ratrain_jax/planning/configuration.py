@@ -18,6 +18,7 @@ class Configuration:
     Attributes:
         stages: P, pipeline stages.
         data_parallel: D, devices of a stage that share its work.
+        tensor: tensor-parallel ranks that share the work of each of them; more than one are only simulated.
         rows: examples of a microbatch.
         microbatches: m, for each of the D ranks.
         schedule: `gpipe`, `1f1b` or `ratrain`; `interleaved` and `zb-h1` are only simulated.
@@ -40,16 +41,22 @@ class Configuration:
     window: int = 8
     layerwise_state: bool | None = None
     update_prefetch: bool | None = None
+    tensor: int = 1
 
     @property
     def devices(self) -> int:
         """All devices."""
-        return self.stages * self.data_parallel
+        return self.stages * self.group
+
+    @property
+    def group(self) -> int:
+        """Devices of a stage."""
+        return self.data_parallel * self.tensor
 
     @property
     def runs(self) -> bool:
         """Whether the runtime runs it; else it is only simulated."""
-        return self.zero < 3 and self.schedule in RUNNABLE
+        return self.zero < 3 and self.tensor == 1 and self.schedule in RUNNABLE
 
     @property
     def layerwise(self) -> bool:
@@ -82,7 +89,8 @@ class Configuration:
         return min(self.microbatches, self.stages - stage)
 
     def __str__(self) -> str:
+        tensor = f" × {self.tensor} tensor" if self.tensor > 1 else ""
         return (
-            f"{self.stages} stages × {self.data_parallel}, {self.microbatches} microbatches of {self.rows},"
+            f"{self.stages} stages × {self.data_parallel}{tensor}, {self.microbatches} microbatches of {self.rows},"
             f" {self.schedule}, zero={self.zero}, recovery={self.recovery}"
         )

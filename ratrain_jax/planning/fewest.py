@@ -17,7 +17,7 @@ _MOST = 4096  # times the devices asked for
 
 def fewest_devices(
     space: Space,
-    tables: Callable[[int], LayerTable],
+    tables: Callable[[int, int], LayerTable],
     machine: Machine,
     limit: int,
     counts: Iterable[int] | None = None,
@@ -26,7 +26,7 @@ def fewest_devices(
 
     Args:
         space: the choices; of its number of devices only what is larger is tried.
-        tables: gives the layers at a size of microbatch.
+        tables: gives the layers at a size of microbatch, on one of so many tensor-parallel ranks.
         machine: what the step is to run on.
         limit: bytes a device.
         counts: numbers to try, ascending; all larger ones, in steps that grow, unless given.
@@ -47,11 +47,13 @@ def _growing(count: int) -> Iterable[int]:
         yield count
 
 
-def fits(space: Space, tables: Callable[[int], LayerTable], machine: Machine, limit: int) -> bool:
+def fits(
+    space: Space, tables: Callable[[int, int], LayerTable], machine: Machine, limit: int
+) -> bool:
     """Whether any configuration of a space fits."""
     # Least memory: the smallest microbatch, the highest ZeRO stage, and recovery where it helps.
     least = dataclasses.replace(space, rows=space.rows[:1], zeros=space.zeros[-1:])
     return any(
-        isinstance(best_split(costs_of(tables(c.rows), c, machine), limit), Split)
+        isinstance(best_split(costs_of(tables(c.rows, c.tensor), c, machine), limit), Split)
         for c in candidates(least, tables)
     )

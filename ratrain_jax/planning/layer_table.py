@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ratrain_jax.kernels import Machine
-from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.code import LayerCode, StepCode
 from ratrain_jax.lowering.cost import aval_bytes
+from ratrain_jax.lowering.layers import Layer
 from ratrain_jax.lowering.scratch import scratch_bytes
 from ratrain_jax.lowering.shards import shard_axis
+from ratrain_jax.lowering.tensor_parallel import divide_layer, layer_on_rank
 from ratrain_jax.lowering.units import gradient_dtype
-from ratrain_jax.planning.code_cost import CodeCost, code_cost
+from ratrain_jax.planning.code_cost import CodeCost, code_cost, rank_cost
 
 KEPT_LAYERS = 3
 """Layers of a scan that are traced: the first, the last, and one between them."""
@@ -37,6 +39,18 @@ class Leaf:
 
     shape: tuple[int, ...]
     itemsize: int
+
+    def part(self, share: float) -> Leaf:
+        """What a tensor-parallel rank holds of it: a part of the largest axis, or all of it.
+
+        Args:
+            share: of its elements.
+        """
+        if share == 1 or not self.shape:
+            return self
+        axis = max(range(len(self.shape)), key=self.shape.__getitem__)
+        size = math.ceil(self.shape[axis] * share)
+        return Leaf((*self.shape[:axis], size, *self.shape[axis + 1 :]), self.itemsize)
 
     @property
     def bytes(self) -> int:
@@ -182,7 +196,11 @@ def stretched(small: LayerTable, large: LayerTable, rows: int) -> LayerTable | N
 
 
 def layer_table(
-    code: StepCode, lengths: dict[str, int], machine: Machine, rows_per_microbatch: int
+    code: StepCode,
+    lengths: dict[str, int],
+    machine: Machine,
+    rows_per_microbatch: int,
+    tensor: int = 1,
 ) -> LayerTable | None:
     """Counts a step; None if the layers of a scan that was cut short do not stand alone, and so cannot be multiplied.
 
@@ -191,9 +209,10 @@ def layer_table(
         lengths: how many layers each scan really has.
         machine: what costs are counted for.
         rows_per_microbatch: examples of a microbatch.
+        tensor: tensor-parallel ranks; the table is that of one of them.
     """
     numbers = _expanded([layer.name for layer in code.layered.layers], lengths)
-    counter = _Counter(code, machine, numbers)
+    counter = _Counter(code, machine, numbers, tensor)
     found = [counter.row(n) for n in numbers]
     names = _names([code.layered.layers[n].name for n in numbers], lengths)
     rows = tuple(
@@ -206,7 +225,7 @@ def layer_table(
         tuple(counter.operands(n) for n in numbers),
         _layering(code, numbers),
     )
-    return table if table.parameters == _parameters(code, lengths) else None
+    return table if tensor > 1 or table.parameters == _parameters(code, lengths) else None
 
 
 def _layering(code: StepCode, numbers: Sequence[int]) -> float:
@@ -264,15 +283,63 @@ def _names(names: Sequence[str], lengths: dict[str, int]) -> list[str]:
     return found
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LayerWork:
+    """What the programs of a layer ask of a device.
+
+    Attributes:
+        forward: what forward asks.
+        backward: what backward asks.
+        scratch: the most bytes that either holds for a while.
+        residuals: bytes of what forward makes for backward.
+        shares: which share of each parameter that the layer reads the device holds.
+    """
+
+    forward: CodeCost
+    backward: CodeCost
+    scratch: int
+    residuals: int
+    shares: tuple[float, ...]
+
+
+def _whole_work(code: LayerCode, machine: Machine) -> _LayerWork:
+    forward, backward = code.forward, code.backward
+    return _LayerWork(
+        code_cost(forward, machine),
+        code_cost(backward, machine),
+        max(scratch_bytes(forward), scratch_bytes(backward)),
+        sum(map(aval_bytes, code.residuals)),
+        (1.0,) * (len(forward.jaxpr.invars)),
+    )
+
+
+def _rank_work(layer: Layer, code: LayerCode, machine: Machine, tensor: int) -> _LayerWork:
+    """That of one of `tensor` tensor-parallel ranks, with what they exchange."""
+    rank = layer_on_rank(layer, code, machine, tensor)
+    divisions = divide_layer(layer, code)
+    costs = [
+        rank_cost(division, machine, tensor, exchanged)
+        for division, exchanged in zip(divisions, rank.communication(machine), strict=True)
+    ]
+    scratch = [
+        scratch_bytes(d.closed, lambda var, d=d: aval_bytes(var.aval) * d.held(var, tensor))
+        for d in divisions
+    ]
+    residuals = round(rank.residual_bytes)
+    return _LayerWork(costs[0], costs[1], max(scratch), residuals, rank.parameters)
+
+
 class _Counter:
     """Counts rows; each traced layer once."""
 
-    def __init__(self, code: StepCode, machine: Machine, numbers: Sequence[int]) -> None:
-        self.code, self.machine = code, machine
+    def __init__(
+        self, code: StepCode, machine: Machine, numbers: Sequence[int], tensor: int
+    ) -> None:
+        self.code, self.machine, self.tensor = code, machine, tensor
         self._place = {n: place for place, n in reversed([*enumerate(numbers)])}
         self._rows: dict[int, LayerRow] = {}
         self._kinds: dict[tuple[Any, ...], int] = {}
-        self._works: dict[tuple[str, str], tuple[CodeCost, int]] = {}
+        self._works: dict[str, _LayerWork] = {}
 
     def row(self, n: int) -> LayerRow:
         """The row of a traced layer."""
@@ -297,19 +364,20 @@ class _Counter:
             found += array.bytes // self.code.microbatches if split else 0
         return found
 
-    def _work(self, n: int, which: str) -> tuple[CodeCost, int]:
+    def _work(self, n: int) -> _LayerWork:
         code = self.code.codes[n]
-        key = (code.fingerprint, which)
-        if key not in self._works:
-            program = getattr(code, which)
-            self._works[key] = (code_cost(program, self.machine), scratch_bytes(program))
-        return self._works[key]
+        if code.fingerprint not in self._works:
+            self._works[code.fingerprint] = (
+                _whole_work(code, self.machine)
+                if self.tensor == 1
+                else _rank_work(self.code.layered.layers[n], code, self.machine, self.tensor)
+            )
+        return self._works[code.fingerprint]
 
     def _count(self, n: int) -> LayerRow:
         code, layer, layer_code = self.code, self.code.layered.layers[n], self.code.codes[n]
-        (forward, forward_scratch), (backward, backward_scratch) = (
-            self._work(n, which) for which in ("forward", "backward")
-        )
+        work = self._work(n)
+        share = dict(zip(layer.reads, work.shares, strict=False))
         update = code.update.layers[n]
         kept = sum(aval_bytes(code.layered.variables[v].aval) for v in layer_code.backward_inputs)
         owned = [p for p in layer.reads if code.owner[p] == n]
@@ -317,25 +385,39 @@ class _Counter:
         for p in layer.reads:
             if code.owner[p] != n:
                 borrows.setdefault(self._place[code.owner[p]], []).append(p)
-        parameters = tuple(self._leaf(leaf) for leaf in update.parameters)
-        optimizer = tuple(self._leaf(leaf) for leaf in update.optimizer)
+        parameters = tuple(
+            self._leaf(leaf).part(share.get(p, 1.0))
+            for p, leaf in zip(update.params, update.parameters, strict=True)
+        )
+        # What an optimizer holds of a parameter has its shape, and lies as it does.
+        shapes = {tuple(code.master[p].shape): share.get(p, 1.0) for p in update.params}
+        optimizer = tuple(
+            leaf.part(shapes.get(leaf.shape, 1.0)) for leaf in map(self._leaf, update.optimizer)
+        )
         # Equal programs may be updated by different optimizers.
         key = (layer_code.fingerprint, parameters, optimizer)
+
+        def view(p: int) -> int:
+            return round(self._view(p) * share[p])
+
+        def gradient(p: int) -> Leaf:
+            return self._gradient(p).part(share[p])
+
         return LayerRow(
             name=layer.name,
             kind=self._kinds.setdefault(key, len(self._kinds)),
-            forward=forward,
-            backward=backward,
+            forward=work.forward,
+            backward=work.backward,
             parameters=parameters,
             optimizer=optimizer,
-            gradients=tuple(self._gradient(p) for p in owned),
-            view=sum(map(self._view, owned)),
-            aliased=sum(map(self._view, filter(self._same_dtype, owned))),
-            residuals=kept + sum(map(aval_bytes, layer_code.residuals)),
+            gradients=tuple(map(gradient, owned)),
+            view=sum(map(view, owned)),
+            aliased=sum(map(view, filter(self._same_dtype, owned))),
+            residuals=kept + work.residuals,
             inputs=sum(aval_bytes(code.layered.variables[v].aval) for v in layer.inputs),
-            scratch=max(forward_scratch, backward_scratch),
+            scratch=work.scratch,
             borrows=tuple(
-                (owner, sum(map(self._view, ps)), sum(self._gradient(p).bytes for p in ps))
+                (owner, sum(map(view, ps)), sum(gradient(p).bytes for p in ps))
                 for owner, ps in sorted(borrows.items())
             ),
             late=update.phase > 0,

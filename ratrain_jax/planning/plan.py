@@ -151,8 +151,8 @@ class Plan:
         c = self.configuration
         if not c.runs:
             raise PlanError(
-                f"the plan ({c}) is only simulated: the runtime runs no zero=3, and of schedules gpipe, 1f1b and"
-                " ratrain. Plan without include_simulated."
+                f"the plan ({c}) is only simulated: the runtime runs no tensor parallelism, no zero=3, and of schedules"
+                " gpipe, 1f1b and ratrain. Plan without include_simulated."
             )
         if backend is None and self.backend not in BACKENDS:
             raise PlanError(

@@ -18,7 +18,7 @@ from ratrain_jax.planning.fewest import fewest_devices
 from ratrain_jax.planning.memory_parts import memory_parts
 from ratrain_jax.planning.plan import Plan, PlannedStage, fingerprint_of
 from ratrain_jax.planning.search import Found, search
-from ratrain_jax.planning.simulated import SIMULATED_SCHEDULES, costs_of
+from ratrain_jax.planning.simulated import SIMULATED_SCHEDULES, TENSORS, costs_of
 from ratrain_jax.planning.space import Space
 from ratrain_jax.planning.why_not import why_not
 from ratrain_jax.planning.workload import Workload
@@ -132,6 +132,7 @@ def _choices(include_simulated: bool, space: dict[str, Sequence[Any]]) -> dict[s
     if include_simulated:
         choices.setdefault("schedules", (*RUNNABLE, *SIMULATED_SCHEDULES))
         choices.setdefault("zeros", (1, 2, 3))
+        choices.setdefault("tensors", TENSORS)
     return choices
 
 
@@ -140,7 +141,7 @@ def _plan(found: Found, work: Workload, limit: int) -> Plan:
     assert best is not None
     assert best.split is not None
     assert best.seconds is not None
-    table = work.table(best.configuration.rows)
+    table = work.table(best.configuration.rows, best.configuration.tensor)
     costs = costs_of(table, best.configuration, work.machine)
     stages = tuple(
         PlannedStage(

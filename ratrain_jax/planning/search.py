@@ -63,7 +63,7 @@ class Found:
 
 def search(
     space: Space,
-    tables: Callable[[int], LayerTable],
+    tables: Callable[[int, int], LayerTable],
     machine: Machine,
     limit: int,
     *,
@@ -73,12 +73,14 @@ def search(
 
     Args:
         space: what to go through.
-        tables: gives the layers at a size of microbatch.
+        tables: gives the layers at a size of microbatch, on one of so many tensor-parallel ranks.
         machine: what the step is to run on.
         limit: bytes a device.
         exhaustive: whether to simulate all that fits, bounds or not.
     """
-    bounded = [Candidate(c, least_seconds(tables(c.rows), c)) for c in candidates(space, tables)]
+    bounded = [
+        Candidate(c, least_seconds(tables(c.rows, c.tensor), c)) for c in candidates(space, tables)
+    ]
     waiting = [(candidate.bound, number, candidate) for number, candidate in enumerate(bounded)]
     heapq.heapify(waiting)
     best: Candidate | None = None
@@ -91,23 +93,25 @@ def search(
             break
         configuration = candidate.configuration
         if candidate.split is None:
-            found = with_split(candidate, tables(configuration.rows), machine, limit, to_beat)
+            found = with_split(
+                candidate, tables(configuration.rows, configuration.tensor), machine, limit, to_beat
+            )
             if found.split is not None:
                 heapq.heappush(waiting, (found.bound, number, found))
             else:
                 seen.append(found)
             continue
-        found = simulated(candidate, tables(configuration.rows), machine)
+        found = simulated(candidate, tables(configuration.rows, configuration.tensor), machine)
         seen.append(found)
         if best is None or _key(found) < _key(best):
             best = found
     return Found(best, tuple(seen), tuple(candidate for _, _, candidate in sorted(waiting)))
 
 
-def candidates(space: Space, tables: Callable[[int], LayerTable]) -> Iterator[Configuration]:
+def candidates(space: Space, tables: Callable[[int, int], LayerTable]) -> Iterator[Configuration]:
     """The configurations of a space that have a layer for each of their stages."""
     for c in space.configurations():
-        if c.stages * c.chunks <= len(tables(c.rows).rows):
+        if c.stages * c.chunks <= len(tables(c.rows, c.tensor).rows):
             yield c
 
 

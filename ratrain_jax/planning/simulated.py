@@ -23,6 +23,9 @@ _NO_LIMIT = 1 << 62
 
 SIMULATED_SCHEDULES = ("interleaved", "zb-h1")
 
+TENSORS = (1, 2, 4, 8)
+"""Numbers of tensor-parallel ranks that are searched; more than a node's devices rarely pay."""
+
 WEIGHT_SHARE = 0.5
 """The part of a backward that makes the gradients of the weights: each product of a forward has one for either side."""
 

@@ -7,6 +7,7 @@ uses all devices and divides the batch, with every schedule, ZeRO stage and reco
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from ratrain_jax.errors import OptionError
@@ -30,6 +31,8 @@ class Space:
         recoveries: names.
         chunks: runs of layers a stage, for `interleaved`.
         stages: depths; every one that divides the devices unless given.
+        tensors: numbers of tensor-parallel ranks.
+        windows: how many layers' state tasks may be in flight on a stage.
     """
 
     devices: int
@@ -41,6 +44,8 @@ class Space:
     recoveries: tuple[str, ...] = RECOVERIES
     chunks: tuple[int, ...] = (2, 3, 4)
     stages: tuple[int, ...] | None = None
+    tensors: tuple[int, ...] = (1,)
+    windows: tuple[int, ...] = (8,)
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.global_batch < 1:
@@ -51,30 +56,33 @@ class Space:
     def configurations(self) -> Iterator[Configuration]:
         """Every configuration."""
         for stages in self.stages or range(1, min(self.layers, self.devices) + 1):
-            if self.devices % stages == 0:
-                yield from self._of(stages, self.devices // stages)
+            for tensor in self.tensors:
+                if self.devices % (stages * tensor) == 0:
+                    yield from self._of(stages, self.devices // (stages * tensor), tensor)
 
-    def _of(self, stages: int, group: int) -> Iterator[Configuration]:
+    def _of(self, stages: int, group: int, tensor: int) -> Iterator[Configuration]:
         share, rest = divmod(self.global_batch, group)
         if rest:
             return
         for rows in self.rows:
             if share % rows:
                 continue
-            for schedule in self.schedules:
-                for zero in self.zeros if group > 1 else self.zeros[:1]:
-                    for recovery in self.recoveries:
-                        for chunks in self._chunks(schedule, stages, share // rows):
-                            yield Configuration(
-                                stages=stages,
-                                data_parallel=group,
-                                rows=rows,
-                                microbatches=share // rows,
-                                schedule=schedule,
-                                zero=zero,
-                                recovery=recovery,
-                                chunks=chunks,
-                            )
+            zeros = self.zeros if group > 1 else self.zeros[:1]
+            choices = itertools.product(self.schedules, zeros, self.recoveries, self.windows)
+            for schedule, zero, recovery, window in choices:
+                for chunks in self._chunks(schedule, stages, share // rows):
+                    yield Configuration(
+                        stages=stages,
+                        data_parallel=group,
+                        rows=rows,
+                        microbatches=share // rows,
+                        schedule=schedule,
+                        zero=zero,
+                        recovery=recovery,
+                        chunks=chunks,
+                        window=window,
+                        tensor=tensor,
+                    )
 
     def _chunks(self, schedule: str, stages: int, microbatches: int) -> tuple[int, ...]:
         if schedule != "interleaved":

@@ -187,23 +187,22 @@ class StageCosts:
     @functools.cached_property
     def sends(self) -> tuple[float, ...]:
         """Seconds to send what crosses behind each layer but the last."""
-        c = self.configuration
-        group = c.data_parallel
+        group = self.configuration.group
         return tuple(
             transfer_seconds(self.machine, count, distance=group, sharing=group)
             for count in self.table.cuts
         )
 
     def _state(self, row: LayerRow) -> LayerState:
-        devices = self.configuration.data_parallel
+        devices, tensor = self.configuration.data_parallel, self.configuration.tensor
         held = shard_bytes(row.parameters, devices) + shard_bytes(row.optimizer, devices)
         swept = 2 * held + shard_bytes(row.gradients, devices)
         launch = self.machine.launch_seconds if row.parameters else 0.0
         gradients = sum(leaf.bytes for leaf in row.gradients)
         return LayerState(
-            reduce_scatter_seconds(self.machine, gradients, devices),
+            reduce_scatter_seconds(self.machine, gradients, devices, stride=tensor),
             swept / self.machine.streaming_bandwidth + launch,
-            all_gather_seconds(self.machine, row.view, devices),
+            all_gather_seconds(self.machine, row.view, devices, stride=tensor),
         )
 
     def stage(self, number: int, first: int, end: int, prefix: int) -> Stage:

@@ -22,9 +22,10 @@ def plan_text(plan: Plan) -> str:
     """The whole of it, in 80 columns."""
     c = plan.configuration
     marked = "" if c.runs else "  (only simulated: the runtime does not run it)"
+    tensor = f" × {c.tensor} tensor parallel" if c.tensor > 1 else ""
     head = [
         f"{c.devices} × {plan.machine}, {plan.global_batch} examples a step{marked}",
-        f"  {c.stages} stages × {c.data_parallel} data parallel",
+        f"  {c.stages} stages × {c.data_parallel} data parallel{tensor}",
         f"  {c.microbatches} microbatches of {c.rows} examples a rank",
         f"  schedule={c.schedule}, zero={c.zero}, recovery={c.recovery}",
         f"  predicted step {plan.step_seconds:.4g} s, of it the tail {plan.tail_seconds:.3g} s",
@@ -37,14 +38,9 @@ def plan_text(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> str:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for name in ("stage", "from layer", "layers", "again", "ms", "memory", "most of it"):
-        left = name in ("from layer", "most of it")
-        table.add_column(
-            name, justify="left" if left else "right", no_wrap=True, overflow="ellipsis"
-        )
-    for number, stage in _shown(plan.stages):
-        table.add_row(
+    shown = _shown(plan.stages)
+    cells = [
+        (
             str(number),
             stage.first,
             str(stage.layers),
@@ -53,7 +49,23 @@ def _stages(plan: Plan) -> str:
             readable_bytes(stage.memory.total),
             _largest(stage),
         )
-    left_out = len(plan.stages) - len(_shown(plan.stages))
+        for number, stage in shown
+    ]
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    names = ("stage", "from layer", "layers", "again", "ms", "memory", "most of it")
+    for name, column in zip(names, zip(*cells, strict=True), strict=True):
+        words = name in ("from layer", "most of it")
+        table.add_column(
+            name,
+            justify="left" if words else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            # Numbers are shown whole; words give way.
+            min_width=None if words else max(map(len, (name, *column))),
+        )
+    for row in cells:
+        table.add_row(*row)
+    left_out = len(plan.stages) - len(shown)
     note = f"\n({left_out} stages between them left out)" if left_out else ""
     return render(table) + note
 

@@ -17,6 +17,8 @@ AXES: Final = {
     "schedule": "schedule",
     "zero": "zero",
     "recovery": "recovery",
+    "tensor": "tensor",
+    "window": "window",
 }
 """The choices by which kinds are told apart."""
 
@@ -46,7 +48,7 @@ class WhyNot:
 
 
 def why_not(
-    found: Found, tables: Callable[[int], LayerTable], machine: Machine, limit: int
+    found: Found, tables: Callable[[int, int], LayerTable], machine: Machine, limit: int
 ) -> tuple[WhyNot, ...]:
     """The best rejected plan of each kind.
 
@@ -85,7 +87,10 @@ def _distance(candidate: Candidate, taken: Configuration | None) -> tuple[int, f
 
 
 def _best(
-    members: Sequence[Candidate], tables: Callable[[int], LayerTable], machine: Machine, limit: int
+    members: Sequence[Candidate],
+    tables: Callable[[int, int], LayerTable],
+    machine: Machine,
+    limit: int,
 ) -> Candidate | None:
     """The fastest of a kind that fits; if none is known to, the one that lacks least."""
     fitting = ordered(members)
@@ -94,7 +99,9 @@ def _best(
     looked = [c for c in members if c.shortfall is not None]
     for candidate in [c for c in members if c.shortfall is None][:_TRIES]:
         configuration = candidate.configuration
-        closer = look_at(configuration, tables(configuration.rows), machine, limit)
+        closer = look_at(
+            configuration, tables(configuration.rows, configuration.tensor), machine, limit
+        )
         if closer.seconds is not None:
             return closer
         looked.append(closer)

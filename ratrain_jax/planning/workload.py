@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ratrain_jax.kernels import Arithmetic, Machine
+from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.lower import compile_code
 from ratrain_jax.lowering.stacks import open_short
 from ratrain_jax.lowering.trace import Trace
@@ -35,23 +36,39 @@ class Workload:
     global_batch: int
     batch_argnums: Sequence[int] | None = None
     _trace: Trace | None = None
-    _tables: dict[int, LayerTable] = dataclasses.field(default_factory=dict)
+    _codes: dict[int, tuple[StepCode, dict[str, int]]] = dataclasses.field(default_factory=dict)
+    _tables: dict[tuple[int, int], LayerTable] = dataclasses.field(default_factory=dict)
 
-    def table(self, rows: int) -> LayerTable:
-        """The layers at microbatches of `rows` examples, which must divide the global batch."""
-        if rows not in self._tables:
-            self._tables[rows] = self._stretched(rows) or self._count(rows)
-        return self._tables[rows]
+    def table(self, rows: int, tensor: int = 1) -> LayerTable:
+        """The layers at microbatches of `rows` examples, which must divide the global batch.
 
-    def _stretched(self, rows: int) -> LayerTable | None:
+        Args:
+            rows: examples of a microbatch.
+            tensor: tensor-parallel ranks; the table is that of one of them.
+        """
+        key = (rows, tensor)
+        if key not in self._tables:
+            self._tables[key] = self._stretched(rows, tensor) or self._count(rows, tensor)
+        return self._tables[key]
+
+    def _stretched(self, rows: int, tensor: int) -> LayerTable | None:
         """From two sizes traced, where that gives what a trace would."""
         # A microbatch of one example has programs of its own: axes of one element need no transposing.
-        traced = [n for n in self._tables if n > 1]
-        if len(traced) < 2 or rows == 1:
+        traced = [n for n in self._codes if n > 1][:2]
+        if len(traced) < 2 or rows in self._codes or rows == 1:
             return None
-        return stretched(self._tables[traced[0]], self._tables[traced[1]], rows)
+        return stretched(self.table(traced[0], tensor), self.table(traced[1], tensor), rows)
 
-    def _count(self, rows: int) -> LayerTable:
+    def _count(self, rows: int, tensor: int = 1) -> LayerTable:
+        if rows not in self._codes:
+            self._codes[rows] = self._code(rows)
+        code, lengths = self._codes[rows]
+        table = layer_table(code, lengths, self.machine, rows, tensor)
+        assert table is not None
+        return table
+
+    def _code(self, rows: int) -> tuple[StepCode, dict[str, int]]:
+        """The code of the step with its scans cut short, where that tells all, and how long they really are."""
         options = Options(microbatches=self.global_batch // rows, batch_argnums=self.batch_argnums)
         if self._trace is None:
             self._trace, _ = trace_step(self.step, self.args, options)
@@ -60,15 +77,9 @@ class Workload:
             small = trace_small(self.step, self.args[0], microbatch(self.args[1:], options))
         whole = dataclasses.replace(self._trace, small=small)
         trace, lengths = open_short(whole, KEPT_LAYERS)
-        table = self._table(trace, lengths, options, rows)
-        if table is None:
+        settings = options.settings()
+        code = compile_code(trace, settings, self.machine, None, self.kernels)
+        if layer_table(code, lengths, self.machine, rows) is None:
             # Layers too small to stand alone were joined with their neighbours: only all of them tell.
-            table = self._table(whole, {}, options, rows)
-        assert table is not None
-        return table
-
-    def _table(
-        self, trace: Trace, lengths: dict[str, int], options: Options, rows: int
-    ) -> LayerTable | None:
-        code = compile_code(trace, options.settings(), self.machine, None, self.kernels)
-        return layer_table(code, lengths, self.machine, rows)
+            return compile_code(whole, settings, self.machine, None, self.kernels), {}
+        return code, lengths

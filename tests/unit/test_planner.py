@@ -21,6 +21,7 @@ from ratrain_jax.kernels import Arithmetic, load_machine
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.memory import memory_analysis
 from ratrain_jax.lowering.op_costs import code_work
+from ratrain_jax.lowering.tensor_parallel import layer_on_rank
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.models import ModelConfig, language_model
 from ratrain_jax.planning.code_cost import code_cost
@@ -89,19 +90,53 @@ def test_rows_are_those_of_the_whole_model():
         assert code_work(layer.backward, A100).seconds == pytest.approx(row.backward.seconds)
 
 
-def test_other_sizes_of_microbatch_follow_from_two():
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_other_sizes_of_microbatch_follow_from_two(tensor):
     known = workload(
         model().step, (model().abstract_state(), model().abstract_batch(1)), A100, BATCH
     )
-    traced = [known.table(n) for n in (2, 4)]
-    stretched, own = known.table(8), known._count(8)
+    traced = [known.table(n, tensor) for n in (2, 4)]
+    stretched, own = known.table(8, tensor), known._count(8, tensor)
     assert len(traced) == 2
     for one, other in zip(stretched.rows, own.rows, strict=True):
         assert one.forward.seconds == pytest.approx(other.forward.seconds, rel=1e-12)
         assert one.backward.seconds == pytest.approx(other.backward.seconds, rel=1e-12)
-        same = ("name", "residuals", "inputs", "scratch", "view", "parameters")
+        same = ("name", "residuals", "inputs", "view", "parameters")
         assert all(getattr(one, name) == getattr(other, name) for name in same)
+        assert one.scratch == pytest.approx(other.scratch, abs=tensor)
     assert (stretched.cuts, stretched.operands) == (own.cuts, own.operands)
+
+
+@pytest.mark.parametrize("machine", ["a100", "mt3000"])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_rank_has_its_share_of_a_layer_and_what_the_ranks_exchange(machine, tensor):
+    known = work(load_machine(machine))
+    whole, part = known.table(2), known.table(2, tensor)
+    code, _ = known._codes[2]
+    by_name = {layer.name: n for n, layer in enumerate(code.layered.layers)}
+    layer, one, mine = "blocks/1", whole.rows[2], part.rows[2]
+    n = by_name[layer]
+    rank = layer_on_rank(code.layered.layers[n], code.codes[n], known.machine, tensor)
+    exchanged = rank.communication(known.machine)
+    assert mine.forward.seconds == pytest.approx(rank.forward.seconds + exchanged[0])
+    assert mine.backward.seconds == pytest.approx(rank.backward.seconds + exchanged[1])
+    assert min(exchanged) > 0
+    assert mine.forward.seconds - exchanged[0] < one.forward.seconds
+    # Matrices are split, norms are not.
+    for before, after in zip(one.parameters, mine.parameters, strict=True):
+        assert after.bytes == before.bytes // (tensor if len(before.shape) > 1 else 1)
+    assert sum(leaf.bytes for leaf in mine.gradients) < sum(leaf.bytes for leaf in one.gradients)
+    assert mine.view < 1.1 * one.view / tensor
+    assert one.residuals / tensor < mine.residuals < one.residuals
+    assert (part.cuts, part.operands) == (whole.cuts, whole.operands)
+
+
+def test_data_parallel_groups_of_tensor_parallel_ranks_share_their_links():
+    c = Configuration(stages=2, data_parallel=4, rows=2, microbatches=4)
+    near = StageCosts(work().table(2), c, A100)
+    far = StageCosts(work().table(2), dataclasses.replace(c, tensor=8), A100)
+    assert far.state[2].sync > near.state[2].sync  # from node to node, eight at once
+    assert (c.devices, dataclasses.replace(c, tensor=8).devices) == (8, 64)
 
 
 def test_the_cost_of_code_is_that_of_the_cost_analysis():
@@ -178,8 +213,13 @@ def test_what_beats_nothing_is_not_split(configuration, limit):
 @pytest.mark.parametrize("simulated", [False, True])
 def test_the_search_finds_what_simulating_everything_finds(limit, bandwidth, simulated):
     machine = slow_links(bandwidth)
-    more = {"schedules": ("ratrain", "1f1b", "interleaved", "zb-h1"), "zeros": (1, 2, 3)}
-    looked_at = space(**more if simulated else {})
+    more = {
+        "schedules": ("ratrain", "1f1b", "interleaved", "zb-h1"),
+        "zeros": (1, 2, 3),
+        "tensors": (1, 2, 4),
+    }
+    windows = (8,) if simulated else (1, 8)
+    looked_at = space(windows=windows, **more if simulated else {})
     pruned = search(looked_at, work().table, machine, limit)
     everything = search(looked_at, work().table, machine, limit, exhaustive=True)
     assert pruned.configurations == everything.configurations == len(everything.seen)
@@ -340,6 +380,18 @@ def test_what_does_not_run_is_only_searched_when_asked_for_and_then_marked():
     assert plain_plan().configuration.runs
 
 
+def test_tensor_parallelism_is_planned_reported_and_not_run():
+    plan = planned(include_simulated=True, tensors=(2, 4), schedules=("1f1b",), zeros=(1,))
+    c = plan.configuration
+    assert c.tensor in (2, 4)
+    assert c.stages * c.data_parallel * c.tensor == 8
+    assert f"× {c.tensor} tensor parallel" in str(plan)
+    assert any(entry.kind.startswith("tensor=") for entry in plan.why_not)
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match="no tensor parallelism"):
+        plan.options()
+
+
 def test_where_nothing_fits_the_error_says_what_lacks_and_how_many_devices_do():
     limit = 50_000_000
     with pytest.raises(InfeasibleError, match=r"lacks .* on stage \d+, most of it \w+") as caught:
@@ -355,7 +407,7 @@ def test_mistakes_are_named():
         planned(devices=None)
     with pytest.raises(OptionError, match="no choice 'depth'"):
         planned(depth=(1, 2))
-    with pytest.raises(OptionError, match="no choice 'tensor_parallel'"):
+    with pytest.raises(OptionError, match=r"no choice 'tensor_parallel'.*tensors"):
         planned(tensor_parallel=(1, 2))
     with pytest.raises(InfeasibleError, match="divides both"):
         planned(devices=7, stages=(1,))
