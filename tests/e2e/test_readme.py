@@ -6,14 +6,14 @@ import jax
 import numpy as np
 from flax.training.train_state import TrainState
 
-from tests.blocks import read_blocks, run_python
+from tests.blocks import matches, read_blocks, run_console, run_python
 from tests.models.case import OPTIMIZERS, linen_case
 from tests.models.gpt import GPT, loss, make_batch
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_code_of_the_readme_runs(capsys):
+def test_the_code_of_the_readme_runs(capsys, tmp_path, monkeypatch):
     blocks = read_blocks(README.read_text())
     step, masked, planned = (block for block in blocks if block.language == "python")
     model = GPT(width=8, layers=2)
@@ -32,5 +32,16 @@ def test_the_code_of_the_readme_runs(capsys):
         "batch": {**batch, "mask": mask},
     }
     run_python(masked, README, {**names, **more})
+    monkeypatch.chdir(tmp_path)
     run_python(planned, README, {**names, "batch": batch})
     assert "why not" in capsys.readouterr().out
+    assert {"step.png", "report.html", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_terminal_shows_what_the_readme_says(capsys, monkeypatch):
+    monkeypatch.chdir(README.parent)
+    (shown,) = (b for b in read_blocks(README.read_text()) if b.output and "ratrain" in b.code)
+    run_console(shown, README, {})
+    # Other versions of JAX keep other residuals of the same step.
+    same_numbers = jax.__version__.startswith("0.10.")
+    assert matches(shown.output, capsys.readouterr().out, numbers=same_numbers)
