@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ratrain_jax.planning.planner import plan as plan
     from ratrain_jax.profiling.measure import profile as profile
     from ratrain_jax.profiling.profile import Profile as Profile
+    from ratrain_jax.runtime.watchdog import watchdog as watchdog
     from ratrain_jax.simulation.simulate import simulate as simulate
     from ratrain_jax.stacked_leaf import StackedLeaf as StackedLeaf
     from ratrain_jax.train import train_step as train_step
@@ -57,6 +58,7 @@ _HOMES = {
     "profile": "ratrain_jax.profiling.measure",
     "train_step": "ratrain_jax.train",
     "value_and_grad": "ratrain_jax.losses",
+    "watchdog": "ratrain_jax.runtime.watchdog",
 }
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

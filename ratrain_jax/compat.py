@@ -116,3 +116,11 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
     ]
     return stacked.count(False) - sum(carried), sum(carried)
+
+
+def found_by_debug_nans(error: BaseException) -> str | None:
+    """What `jax_debug_nans` or `jax_debug_infs` found in a compiled function, if that is what an error says.
+
+    `jax.jit` turns this error, whose class is not public, into a `FloatingPointError`; what was compiled ahead does not.
+    """
+    return error.args[-1] if type(error).__name__ == "InternalFloatingPointError" else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,22 +16,20 @@ from ratrain_jax.runtime.arguments import check_arguments
 from ratrain_jax.runtime.census import MemoryCensus, take_census
 from ratrain_jax.runtime.executables import shared_library
 from ratrain_jax.runtime.executors import Executors
+from ratrain_jax.runtime.flights import Flights, telling
 from ratrain_jax.runtime.groups import make_groups
 from ratrain_jax.runtime.host import keep_freed_memory
-from ratrain_jax.runtime.instructions import COMPUTE, LINK, Bundle, Inbox, Stopped, flatten, run
+from ratrain_jax.runtime.instructions import Bundle, flatten
 from ratrain_jax.runtime.launches import settle
 from ratrain_jax.runtime.measured import MeasuredRun, Watcher, marks
 from ratrain_jax.runtime.serial import Serial
 from ratrain_jax.runtime.stacks import Stacks
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places, private_copy
+from ratrain_jax.runtime.threads import Threads
 from ratrain_jax.stacked_leaf import is_stacked_leaf
 
 if TYPE_CHECKING:
     from ratrain_jax.lowered import Lowered
-
-
-STEPS_IN_FLIGHT = 2
-"""Steps that may be launched before the first of them has ended: more would hold memory and gain nothing."""
 
 
 class Compiled:
@@ -59,18 +55,15 @@ class Compiled:
             options.stages, options.data_parallel, options.devices, compiler_options
         )
         library = self._library = shared_library(self._code.fingerprint, self._groups)
-        executors = Executors(self._code, self._program, self._groups, library)
-        self._plan = flatten(self._program, executors)
-        views = [
-            (v, self._program.values[v].layer or 0, self._program.values[v].stage)
-            for v in self._program.inputs
-            if self._program.values[v].kind is Kind.VIEW
-        ]
-        self._gathers = {v: executors.gather(layer, stage) for v, layer, stage in views}
-        self._in_place = {v: executors.recipes.gather(layer, stage)[1] for v, layer, stage in views}
-        self._temporaries = executors.temporaries
-        self.executables = library.finish(progress)
-        self._link = concurrent.futures.ThreadPoolExecutor(1, "ratrain-link")
+        try:
+            executors = Executors(self._code, self._program, self._groups, library)
+            self._prepare(executors)
+            self.executables = library.finish(progress)
+        except BaseException:
+            # Else the process could not end before all that was asked for is compiled.
+            library.give_up()
+            raise
+        self._threads = Threads(repr(self), self._program, self._plan)
         self._own = Ownership()
         self._stacks = Stacks(
             self._code.stacks,
@@ -87,9 +80,21 @@ class Compiled:
         self._outputs = [self._program.values[v] for v in self._program.outputs]
         self._reshapers = self._make_reshapers()
         self._metric_reshapers: dict[int, Reshaper] = {}
-        self._flying: collections.deque[Any] = collections.deque()
+        self._flights = Flights()
         self._views: dict[tuple[int, int], tuple[tuple[Any, ...], Bundle]] = {}
         self._replicas: dict[int, tuple[tuple[Any, ...], Bundle]] = {}
+
+    def _prepare(self, executors: Executors) -> None:
+        """Asks for all that a step runs."""
+        self._plan = flatten(self._program, executors)
+        views = [
+            (v, self._program.values[v].layer or 0, self._program.values[v].stage)
+            for v in self._program.inputs
+            if self._program.values[v].kind is Kind.VIEW
+        ]
+        self._gathers = {v: executors.gather(layer, stage) for v, layer, stage in views}
+        self._in_place = {v: executors.recipes.gather(layer, stage)[1] for v, layer, stage in views}
+        self._temporaries = executors.temporaries
 
     def __call__(self, *args: Any) -> Any:
         """Runs one step.
@@ -101,19 +106,20 @@ class Compiled:
             What the step returns.
 
         Raises:
-            StateError: the state has another tree, or leaves of other shapes, than what was compiled, or was used up.
+            StateError: the state has another tree, or leaves of other shapes, than what was compiled, or was used up,
+                or comes from a step that failed.
             BatchError: the batch does.
         """
-        if len(self._flying) == STEPS_IN_FLIGHT:
-            jax.block_until_ready(self._flying.popleft())
-        tables = self._enter(args)
-        self._launch(tables)
-        result = self._leave(tables)
-        kept = self.lowered.signature.states if self.lowered.signature.has_state else 0
-        leaves = jax.tree.leaves(result, is_leaf=is_stacked_leaf)
-        # A step that returns nothing but its state is waited for by marks: the state itself will be used up.
-        self._flying.append(leaves[kept:] or marks(leaves))
-        return result
+        self._flights.admit(args)
+        with telling(args[:1]):
+            tables = self._enter(args)
+            self._launch(tables)
+            result = self._leave(tables)
+            kept = self.lowered.signature.states if self.lowered.signature.has_state else 0
+            leaves = jax.tree.leaves(result, is_leaf=is_stacked_leaf)
+            # A step that returns nothing but its state is waited for by marks: the state itself will be used up.
+            self._flights.add(leaves[kept:] or marks(leaves))
+            return result
 
     def memory_analysis(self) -> MemoryAnalysis:
         """As `Lowered.memory_analysis`, with the scratch bytes that the compiled programs need reported apart."""
@@ -128,12 +134,13 @@ class Compiled:
         Returns:
             What the step returns, and the measured run.
         """
-        tables = self._enter(args)
         devices = [[device.id for device in group.devices] for group in self._groups]
-        watcher = Watcher(self._program, devices)
-        self._launch(tables, watcher.watch)
-        measured = watcher.finish()
-        return self._leave(tables), measured
+        with telling(args[:1]), Watcher(self._program, devices) as watcher:
+            tables = self._enter(args)
+            watcher.begin()
+            self._launch(tables, watcher.watch)
+            measured = watcher.finish()
+            return self._leave(tables), measured
 
     def census(self, *args: Any) -> tuple[Any, MemoryCensus]:
         """Runs one step, op by op, and counts the bytes of live buffers after each: to check `memory_analysis`.
@@ -144,9 +151,10 @@ class Compiled:
         Returns:
             What the step returns, and the count beside the prediction.
         """
-        step = self.serial(*args)
-        census = take_census(step)
-        return self._leave((step.table, step.table)), census
+        with telling(args[:1]):
+            step = self.serial(*args)
+            census = take_census(step)
+            return self._leave((step.table, step.table)), census
 
     def serial(self, *args: Any) -> Serial:
         """A step to be run op by op.
@@ -172,18 +180,7 @@ class Compiled:
 
     def _launch(self, tables: Sequence[dict[int, Bundle]], watch: Any = None) -> None:
         settle(self._groups)
-        inboxes = (Inbox(), Inbox())
-        compute, link = self._plan.threads
-        future = self._link.submit(run, link, tables[LINK], inboxes[LINK], inboxes[COMPUTE], watch)
-        try:
-            run(compute, tables[COMPUTE], inboxes[COMPUTE], inboxes[LINK], watch)
-        except Stopped:
-            future.result()
-            raise
-        except BaseException:
-            concurrent.futures.wait([future])
-            raise
-        future.result()
+        self._threads.launch(tables, watch)
 
     # State and batch in.
 
@@ -191,13 +188,19 @@ class Compiled:
         leaves = check_arguments(self.lowered.signature, args)
         states = self.lowered.signature.states
         read = self.lowered.signature.read
-        given = leaves[:states] if read is None else [leaves[n] for n in read]
-        state, batch = self._stacks.enter(given), leaves[states:]
+        given, batch = leaves[:states], leaves[states:]
+        # The batch first: where it fails, or does not fit, nothing of the state is used up yet.
+        table: dict[int, Bundle] = {
+            value.id: (self._operand(value, batch),)
+            for value in self._inputs
+            if value.kind is Kind.OPERAND
+        }
+        state = self._stacks.enter(given if read is None else [leaves[n] for n in read])
         entered = self._enter_state(state)
         self._stacks.use_up()
-        table: dict[int, Bundle] = {}
         for value in self._inputs:
-            table[value.id] = self._input(value, state, entered, batch, table)
+            if value.id not in table:
+                table[value.id] = self._input(value, state, entered, table)
         compute, link = self._plan.inputs
         return (
             {v: table[v] for v in compute},
@@ -245,7 +248,6 @@ class Compiled:
         value: Value,
         state: Sequence[Any],
         entered: dict[int, Any],
-        batch: Sequence[Any],
         table: dict[int, Bundle],
     ) -> Bundle:
         update = self._code.update
@@ -255,9 +257,7 @@ class Compiled:
             return tuple(entered[n] for n in update.layers[value.layer].optimizer)
         if value.kind is Kind.REPLICATED:
             return self._replicated(value.stage, state, entered)
-        if value.kind is Kind.VIEW and value.layer is not None:
-            return self._view(value, value.layer, state, table)
-        return (self._operand(value, batch),)
+        return self._view(value, value.layer or 0, state, table)
 
     def _replicated(self, stage: int, state: Sequence[Any], entered: dict[int, Any]) -> Bundle:
         """State of no layer: each group has its own copy, kept from the last step if the leaves are the same."""

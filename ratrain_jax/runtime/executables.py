@@ -6,7 +6,7 @@ one `Library`: they run the very same executables.
 
 from __future__ import annotations
 
-import concurrent.futures
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ import jax
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.launches import TURN_TYPE, with_token, with_turn
 from ratrain_jax.runtime.recipes import Recipe
+from ratrain_jax.runtime.workers import Task, Workers
 
 WORKERS = 2
 
@@ -30,23 +31,29 @@ class Library:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self._made: dict[Any, concurrent.futures.Future[Any]] = {}
+        self._made: dict[Any, Task] = {}
 
-    def get(self, stage: int, recipe: Recipe) -> concurrent.futures.Future[Any]:
+    def get(self, stage: int, recipe: Recipe) -> Task:
         """The executable of a recipe, perhaps still being compiled."""
         key = (stage, recipe.key)
         if key not in self._made:
             group = self._groups[stage]
-            self._made[key] = _pool().submit(_compile, group, recipe)
+            self._made[key] = _pool().submit(functools.partial(_compile, group, recipe))
         return self._made[key]
 
     def finish(self, progress: Callable[[int, int], None]) -> int:
         """Waits for all that was asked for, and tells how far it is; returns how many there are."""
-        futures = list(self._made.values())
-        for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            future.result()
-            progress(count, len(futures))
-        return len(futures)
+        tasks = list(self._made.values())
+        for count, task in enumerate(tasks, 1):
+            task.result()
+            progress(count, len(tasks))
+        return len(tasks)
+
+    def give_up(self) -> None:
+        """Forgets what failed or is not being compiled yet, so that it is tried again when it is next asked for."""
+        for key, task in list(self._made.items()):
+            if task.failed or task.cancel():
+                self._made.pop(key, None)
 
 
 def _compile(group: Group, recipe: Recipe) -> Any:
@@ -67,14 +74,14 @@ def chained(group: Group, recipe: Recipe) -> bool:
 
 _libraries: weakref.WeakValueDictionary[Any, Library] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
-_pools: list[concurrent.futures.ThreadPoolExecutor] = []
+_pools: list[Workers] = []
 
 
-def _pool() -> concurrent.futures.ThreadPoolExecutor:
+def _pool() -> Workers:
     """The threads that compile; XLA compiles outside Python's lock."""
     with _lock:
         if not _pools:
-            _pools.append(concurrent.futures.ThreadPoolExecutor(WORKERS, "ratrain-compile"))
+            _pools.append(Workers(WORKERS, "ratrain-compile"))
         return _pools[0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -36,6 +35,7 @@ from ratrain_jax.runtime.instructions import Bundle, Execute
 from ratrain_jax.runtime.joins import join
 from ratrain_jax.runtime.launches import launcher
 from ratrain_jax.runtime.recipes import Recipe, Recipes, combine
+from ratrain_jax.runtime.workers import Task
 
 
 class Executors:
@@ -56,7 +56,7 @@ class Executors:
         self.groups = groups
         self.recipes = Recipes(code, program)
         self.library = library
-        self._used: dict[Op, list[Future[Any]]] = {}
+        self._used: dict[Op, list[Task]] = {}
         self._op: Op | None = None
         self._indices = [
             [group.put_whole(np.int32(i)) for i in range(code.microbatches)] for group in groups
@@ -70,20 +70,20 @@ class Executors:
     def temporaries(self) -> dict[Op, int]:
         """Scratch bytes of each op's executables on each device; waits for the compiler."""
         return {
-            op: max(future.result().memory_analysis().temp_size_in_bytes for future in futures)
-            for op, futures in self._used.items()
+            op: max(task.result().memory_analysis().temp_size_in_bytes for task in tasks)
+            for op, tasks in self._used.items()
         }
 
     def executable(self, stage: int, recipe: Recipe) -> Callable[..., Any]:
         """A recipe's executable on a stage; waits for the compiler when first called."""
-        future = self.library.get(stage, recipe)
+        task = self.library.get(stage, recipe)
         if self._op is not None:
-            self._used.setdefault(self._op, []).append(future)
+            self._used.setdefault(self._op, []).append(task)
         cell: list[Any] = []
 
         def call(*args: Any) -> Any:
             if not cell:
-                cell.append(future.result())
+                cell.append(task.result())
             return cell[0](*args)
 
         group = self.groups[stage]

@@ -3,15 +3,20 @@
 The compute thread launches the compute ops of all stages, the link thread everything else. Each thread keeps its own
 table of values. A value that the other thread reads is handed over through a queue, in the order in which it is made; a `Free`
 clears it from both tables. Launching is asynchronous: an instruction returns when its work is queued on the devices.
+
+A thread that fails stops the other, and a note on its error names the op that was being launched.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ratrain_jax import compat
+from ratrain_jax.lowering.mnemonics import op_label
 from ratrain_jax.lowering.program import (
     Backward,
     Forward,
@@ -23,6 +28,9 @@ from ratrain_jax.lowering.program import (
     ZeroGradient,
 )
 from ratrain_jax.runtime.merge import launch_order
+
+PATIENCE = 1.0
+"""Seconds without a value after which a thread looks whether the other is still there to give one."""
 
 Bundle = tuple[Any, ...]
 Execute = Callable[[Sequence[Bundle]], Sequence[Bundle]]
@@ -123,12 +131,17 @@ def flatten(program: Program, executes: Callable[[Op], Execute]) -> Plan:
 
 
 class Inbox:
-    """What one thread takes from the other."""
+    """What one thread takes from the other.
 
-    __slots__ = ("_queue",)
+    Args:
+        giver: held by the other thread as long as it may give something; without it, the other always says when it stops.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_giver", "_queue")
+
+    def __init__(self, giver: threading.Lock | None = None) -> None:
         self._queue: queue.SimpleQueue[tuple[int, Bundle] | None] = queue.SimpleQueue()
+        self._giver = giver
 
     def put(self, value: int, bundle: Bundle) -> None:
         """Hands a value over."""
@@ -141,10 +154,20 @@ class Inbox:
     def fetch(self, value: int, table: dict[int, Bundle]) -> None:
         """Takes what comes until `value` is in the table."""
         while value not in table:
-            item = self._queue.get()
+            item = self._next()
             if item is None:
                 raise Stopped
             table[item[0]] = item[1]
+
+    def _next(self) -> tuple[int, Bundle] | None:
+        while True:
+            # Asked before the wait: what was given before the other left comes first.
+            left = self._giver is not None and not self._giver.locked()
+            try:
+                return self._queue.get(timeout=0 if left else PATIENCE)
+            except queue.Empty:
+                if left:
+                    return None
 
 
 def run(
@@ -162,9 +185,15 @@ def run(
         inbox: what the other thread hands over.
         other: the other thread's inbox.
         watch: called after each launch with what it made.
+
+    Raises:
+        Stopped: the other thread failed.
+        FloatingPointError: `jax_debug_nans` is on, and an op made a NaN.
     """
+    op = None
     try:
         for instruction in instructions:
+            op = instruction.op
             for value in instruction.needs:
                 if value not in table:
                     inbox.fetch(value, table)
@@ -176,6 +205,22 @@ def run(
                 watch(instruction, made)
             for value in instruction.clears:
                 table.pop(value, None)
-    except BaseException:
+    except BaseException as error:
         other.stop()
+        if op is None or isinstance(error, Stopped):
+            raise
+        found = compat.found_by_debug_nans(error)
+        if found is not None:
+            raise FloatingPointError(f"invalid value ({found}) made by {place_of(op)}.") from None
+        error.add_note(f"It came up in the launch of {place_of(op)}.")
         raise
+
+
+def place_of(op: Op) -> str:
+    """An op with its stage, in words.
+
+    Example:
+        >>> place_of(Forward(1, layers=(2, 3), microbatch=0))
+        'Forward (F L2:3 i0) on stage 1'
+    """
+    return f"{type(op).__name__} ({op_label(op)}) on stage {op.stages[-1]}"

@@ -35,6 +35,7 @@ _tokens: collections.defaultdict[tuple[int, ...], collections.deque[Any]] = coll
     collections.deque
 )
 _lock = threading.Lock()
+_last = threading.local()
 
 
 def with_turn(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +75,7 @@ def launcher(group: Group, call: Callable[..., Any], chained: bool) -> Callable[
     def launch_in_turn(*args: Any) -> Any:
         _wait(key)
         turn = _turns.get(key)
-        if turn is None:
+        if turn is None or (turn.is_ready() and not _succeeded(turn)):
             turn = group.put_whole(np.int32(0))
         _turns[key], made = call(turn, *args)
         _remember(key, _turns[key])
@@ -88,12 +89,28 @@ def _wait(key: tuple[int, ...]) -> None:
         tokens = _tokens[key]
         oldest = tokens.popleft() if len(tokens) >= UNDER_WAY else None
     if oldest is not None:
-        jax.block_until_ready(oldest)
+        _succeeded(oldest)
+
+
+def _succeeded(token: Any) -> bool:
+    """Waits for a launch to be over. Its own results tell of an error; the launches behind it must not be lost to it."""
+    try:
+        jax.block_until_ready(token)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def _remember(key: tuple[int, ...], token: Any) -> None:
+    _last.token = token
     with _lock:
         _tokens[key].append(token)
+
+
+def last_token() -> Any:
+    """The token of this thread's last launch, once; None if nothing was launched since it was last asked for."""
+    token, _last.token = getattr(_last, "token", None), None
+    return token
 
 
 def settle(groups: Sequence[Group]) -> None:
@@ -101,7 +118,8 @@ def settle(groups: Sequence[Group]) -> None:
     own = {_key(group) for group in groups}
     devices = set().union(*own)
     for key in [k for k in _tokens if k not in own and devices & set(k)]:
-        jax.block_until_ready(list(_tokens.pop(key)))
+        for token in _tokens.pop(key):
+            _succeeded(token)
         _turns.pop(key, None)
 
 

@@ -113,6 +113,8 @@ class MeasuredRun:
 class Watcher:
     """Collects the ends of ops while a step runs. Use `watch` as the runtime's hook, then `finish`.
 
+    It is a context, at whose end no thread of it is left, whatever came up.
+
     Args:
         program: what runs.
         devices: ids of each stage's devices, in rank order.
@@ -125,7 +127,18 @@ class Watcher:
         self._queues: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
         self._records: list[_Record] = []
+        self._errors: list[Exception] = []
         self._lock = threading.Lock()
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def begin(self) -> None:
+        """The step starts now."""
+        self._start = time.perf_counter()
 
     def watch(self, instruction: Instruction, made: Sequence[Bundle]) -> None:
         """Notes a launch."""
@@ -161,6 +174,12 @@ class Watcher:
         thread.start()
 
     def _wait(self, items: queue.SimpleQueue[Any]) -> None:
+        try:
+            self._take(items)
+        except Exception as error:  # of an op that failed
+            self._errors.append(error)
+
+    def _take(self, items: queue.SimpleQueue[Any]) -> None:
         while (item := items.get()) is not None:
             record, marks = item
             while marks:
@@ -172,14 +191,24 @@ class Watcher:
                     next(iter(marks.values())).block_until_ready()
 
     def finish(self) -> MeasuredRun:
-        """Waits for the step to end and gives what was seen."""
-        for items in self._queues.values():
-            items.put(None)
-        for thread in self._threads:
-            thread.join()
+        """Waits for the step to end and gives what was seen.
+
+        Raises:
+            Exception: that of an op that failed on its device.
+        """
+        self._close()
+        for error in self._errors:
+            raise error
         clock = _Clock(self._devices)
         ops = sorted(map(clock.measured, self._records), key=lambda measured: measured.start)
         return MeasuredRun(self._program, tuple(ops), max((m.end for m in ops), default=0.0))
+
+    def _close(self) -> None:
+        for items in self._queues.values():
+            items.put(None)
+        for thread in self._threads:
+            if thread.is_alive():  # a Ctrl-C may have kept it from its start
+                thread.join()
 
 
 _Place = tuple[int, int]

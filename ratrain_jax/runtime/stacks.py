@@ -45,13 +45,14 @@ class Stacks:
         """The leaves of the opened step's state."""
         if self._stacks is None:
             return [_as_array(leaf) for leaf in state]
+        self._entered.clear()  # what a call that failed has left
         flat: list[Any] = []
         for number, (leaf, part) in enumerate(zip(state, self._stacks.states, strict=True)):
             if not isinstance(part, tuple):
                 flat.append(_as_array(leaf))
                 continue
             known, ref, layers = self._known.get(id(leaf), (None, None, None))
-            if known == number and ref is not None and ref() is leaf:
+            if known == number and ref is not None and ref() is leaf and _alive(layers):
                 self._entered.append(leaf)
             else:
                 layers = _taken_apart(leaf, part)
@@ -142,6 +143,11 @@ def _taken_apart(leaf: Any, part: Part) -> Any:
     if isinstance(leaf, jax.Array):
         return _taking_apart(_shape(part))(leaf)
     return _indexed(np.asarray(leaf), _shape(part))
+
+
+def _alive(layers: Any) -> bool:
+    """Whether no layer is used up: a call that failed at its start may have left the stacked array alone."""
+    return not any(array.is_deleted() for array in jax.tree.leaves(layers))
 
 
 Shape = Any  # None for an array, else a tuple with one shape a slice

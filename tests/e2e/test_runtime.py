@@ -801,4 +801,5 @@ def test_no_more_than_two_steps_are_launched_ahead_if_only_the_state_comes_back(
     params = make_params()
     for n in range(4):
         params = compiled(params, make_batch(n))
-    assert [len(waited) for waited in compiled._flying] == [4, 4]  # a mark on each device
+    waited = [len(marks) for marks in compiled._flights._marks]
+    assert len(waited) <= 2 and set(waited) == {4}  # a mark on each device
