@@ -15,10 +15,10 @@ The optional *accelerator* describes the insides that tiling needs: *cores* (DSP
 import dataclasses
 import itertools
 import math
-from typing import Final
+from typing import Any, Final
 
 from ratrain_jax.errors import MachineError
-from ratrain_jax.kernels.schema import check, check_number, choice, quantity
+from ratrain_jax.kernels.schema import check, check_number, choice, quantity, shown
 
 LANES: Final = ("compute", "link", "memory", "host")
 ACCUMULATORS: Final = ("fp32", "fp16", "promote")
@@ -92,18 +92,27 @@ class Overlap:
     slowdown: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
-        pair = len(self.lanes) == 2 and self.lanes[0] != self.lanes[1]
+        pair = _is_pair(self.lanes) and self.lanes[0] != self.lanes[1]
         if not pair or any(lane not in LANES for lane in self.lanes):
             raise MachineError(
-                f"overlaps.lanes is {list(self.lanes)}; name two different lanes out of "
+                f"overlaps.lanes is {_listed(self.lanes)}; name two different lanes out of "
                 f"{', '.join(LANES)}."
             )
-        if len(self.slowdown) != 2:
+        if not _is_pair(self.slowdown):
             raise MachineError(
-                f"overlaps.slowdown is {list(self.slowdown)}; give one factor a lane, two in all."
+                f"overlaps.slowdown is {_listed(self.slowdown)}; give one factor a lane, two in all."
             )
         for value in self.slowdown:
             check_number("overlaps.slowdown", value, "a factor", 1, 100)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+def _listed(value: Any) -> str:
+    """As a file would have it."""
+    return shown(list(value) if isinstance(value, tuple) else value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ratrain_jax.errors import MachineError
 from ratrain_jax.kernels.machine import Accelerator, Latencies, Link, Machine, Memory, Overlap
-from ratrain_jax.kernels.schema import read
+from ratrain_jax.kernels.schema import read, shown
 
 _PACKAGE: Final = "ratrain_jax.kernels"
 _LISTS: Final = {"memories": Memory, "links": Link, "overlaps": Overlap}
@@ -99,7 +99,8 @@ def parse_machine(source: str, origin: str = "<string>") -> Machine:
     """
     try:
         table = tomllib.loads(source)
-    except tomllib.TOMLDecodeError as error:
+    # Beside its own error tomllib gives those of numbers of too many digits and of brackets nested too deep.
+    except (ValueError, RecursionError) as error:
         raise MachineError(f"{origin} is not valid TOML: {error}.") from error
     try:
         return _machine(table)
@@ -152,7 +153,7 @@ def _accelerator(table: Any) -> Accelerator:
 
 def _strings(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise MachineError(f"{key} is {value!r}; make it a list of strings.")
+        raise MachineError(f"{key} is {shown(value)}; make it a list of strings.")
     return tuple(value)
 
 

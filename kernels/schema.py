@@ -8,7 +8,6 @@ value gives the same message whether it came from a file or from code.
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from ratrain_jax.errors import MachineError
 
 T = TypeVar("T")
 _REQUIRED = dataclasses.MISSING
+_SHOWN = 60
 
 
 def quantity(
@@ -59,7 +59,18 @@ def check(instance: Any, where: str = "") -> None:
             _check_number(key, value, field.metadata)
         elif "options" in field.metadata and value not in field.metadata["options"]:
             words = ", ".join(repr(word) for word in field.metadata["options"])
-            raise MachineError(f"{key} is {value!r}; set it to one of {words}.")
+            raise MachineError(f"{key} is {shown(value)}; set it to one of {words}.")
+        elif field.type is str and not isinstance(value, str):
+            raise MachineError(f"{key} is {shown(value)}; make it a string.")
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of thousands of digits
+        return "a very large number"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
 
 
 def check_number(
@@ -73,11 +84,11 @@ def _check_number(key: str, value: Any, meta: Mapping[str, Any]) -> None:
     kind = "a whole number" if meta["whole"] else "a number"
     wanted = f"{kind} of {meta['unit']} from {meta['low']:g} to {meta['high']:g}"
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    good = good and not (meta["whole"] and not float(value).is_integer())
-    if not good:
-        raise MachineError(f"{key} is {value!r}, which is not {kind}; give {wanted}.")
-    if not math.isfinite(value) or not meta["low"] <= value <= meta["high"]:
-        raise MachineError(f"{key} is {value:g}, out of range; give {wanted}.")
+    # Compared before it is converted: a whole number may be larger than any float.
+    if good and not meta["low"] <= value <= meta["high"]:
+        raise MachineError(f"{key} is {shown(value)}, out of range; give {wanted}.")
+    if not good or (meta["whole"] and not float(value).is_integer()):
+        raise MachineError(f"{key} is {shown(value)}, which is not {kind}; give {wanted}.")
 
 
 def read(cls: type[T], table: Any, where: str = "", **ready: Any) -> T:
@@ -96,7 +107,7 @@ def read(cls: type[T], table: Any, where: str = "", **ready: Any) -> T:
       MachineError: If a key is missing, unknown, or has a bad value.
     """
     if not isinstance(table, Mapping):
-        raise MachineError(f"{where or 'the file'} is {table!r}; make it a table of keys.")
+        raise MachineError(f"{where or 'the file'} is {shown(table)}; make it a table of keys.")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # pyright: ignore
     unknown = [key for key in table if key not in fields]
     if unknown:
