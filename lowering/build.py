@@ -41,8 +41,8 @@ def build_program(
     remember(code)
     seconds = tuple(layer.seconds for layer in code.layered.layers)
     durations = Durations(machine, seconds, code.data_parallel)
-    deferred = deferred_layers(code, settings)
-    sheet = Sheet(code, settings, durations, tuple(recovered), deferred, reductions(code))
+    early = early_phases(code, settings)
+    sheet = Sheet(code, settings, durations, tuple(recovered), early, reductions(code))
     state = StateTasks(sheet)
     state.enter()
     compute = ComputeTasks(sheet)
@@ -57,7 +57,7 @@ def build_program(
     lists = insert_frees(ordered, values, sheet.inputs, sheet.outputs, code.stages)
     return Program(
         settings=settings,
-        layers=_layers(code, recovered, deferred),
+        layers=_layers(code, recovered, early),
         variables=_variables(code),
         operands=_operands(code),
         reductions=sheet.reductions,
@@ -89,15 +89,18 @@ def reductions(code: StepCode) -> tuple[Reduction, ...]:
     return tuple(reversed(found))
 
 
-def deferred_layers(code: StepCode, settings: Settings) -> tuple[bool, ...]:
-    """Whether each layer is updated before the reductions that it waits for, and validated behind them."""
+def early_phases(code: StepCode, settings: Settings) -> tuple[int | None, ...]:
+    """How many reductions the early update of each layer waits for; None for a layer that waits for all."""
     if settings.validation == "immediate":
-        return (False,) * len(code.codes)
-    return tuple(found is not None and found.deferrable for found in code.speculations)
+        return (None,) * len(code.codes)
+    return tuple(
+        found.early if found is not None and found.deferrable else None
+        for found in code.speculations
+    )
 
 
 def _layers(
-    code: StepCode, recovered: Sequence[bool], deferred: Sequence[bool]
+    code: StepCode, recovered: Sequence[bool], early: Sequence[int | None]
 ) -> tuple[LayerInfo, ...]:
     infos = []
     for n, layer in enumerate(code.layered.layers):
@@ -122,7 +125,7 @@ def _layers(
                 seconds=layer.seconds,
                 recovered=recovered[n],
                 fingerprint=code.codes[n].fingerprint,
-                deferred=deferred[n],
+                early=early[n],
             )
         )
     return tuple(infos)

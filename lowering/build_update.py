@@ -65,19 +65,20 @@ class UpdateTasks:
 
     def _waits(self, layer: int) -> bool:
         """Whether a layer's last update waits for a reduction."""
-        return self.code.update.layers[layer].phase > 0 and not self.sheet.deferred[layer]
+        early = self.sheet.early[layer]
+        return (self.code.update.layers[layer].phase if early is None else early) > 0
 
     def update(self, layer: int, phase: int) -> None:
         """One phase of a layer's update; the last is followed by the views of the next step."""
         sheet, stage = self.sheet, self.code.stage_of[layer]
         update = self.code.update.layers[layer]
         final = phase == update.phase
-        if sheet.deferred[layer]:
-            if final:
-                self._validate(layer)
-                return
-            if phase == 0:
-                self._update_early(layer)
+        early = sheet.early[layer]
+        if phase == early:
+            self._update_early(layer, phase)
+        if final and early is not None:
+            self._validate(layer)
+            return
         partials = self._partials(layer, phase)
         if not final and not partials:
             return
@@ -93,8 +94,7 @@ class UpdateTasks:
         )
         after = () if sheet.settings.update_prefetch else tuple(self.syncs[stage])
         seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
-        chain = self._window_of_update(layer, final)
-        held = sheet.bytes(self.gradients[layer]) + sheet.bytes(sheet.views[stage, layer])
+        chain, held = self._window_of_update(layer) if final else (None, 0)
         rank = (UPDATE, phase, 0 if layer == self._first_updated(stage) else 1, layer)
         sheet.add(op, seconds, rank, after, opens=chain, held=held)
         if final and sheet.settings.update_prefetch:
@@ -116,18 +116,19 @@ class UpdateTasks:
             new.append(values.layer_outputs(layer))
         return new
 
-    def _update_early(self, layer: int) -> None:
-        """A layer's last update, as if its reductions were over, and the view of what it makes."""
+    def _update_early(self, layer: int, phase: int) -> None:
+        """A layer's last update behind some of its reductions, as if all were over, and the view of what it makes."""
         sheet, stage = self.sheet, self.code.stage_of[layer]
         update = self.code.update.layers[layer]
         own = (self.gradients[layer], *sheet.state[layer])
-        reads = (*own, *self._shared(stage, 0))
+        reads = (*own, *self._shared(stage, phase))
         partials = [sheet.values.partials(layer, update.phase)] if update.partials[-1] else []
         new = self._new(layer)
         op = UpdateShard(stage, reads, (*partials, *new), (), layer=layer, phase=update.phase)
         seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
+        chain, held = self._window_of_update(layer)
         # Behind the partials, for which all layers wait.
-        sheet.add(op, seconds, (UPDATE, 0, 2, layer))
+        sheet.add(op, seconds, (UPDATE, phase, 2, layer), opens=chain, held=held)
         views: dict[tuple[int, int], int] = {}
         self.gather(layer, new[0], views, opens=True)
         self._early[layer] = (*partials, *new, *views.values())
@@ -154,10 +155,12 @@ class UpdateTasks:
         owners = [n for n in self.stateful if self.code.stage_of[n] == stage]
         return owners[0] if self.sheet.settings.layerwise_state else owners[-1]
 
-    def _window_of_update(self, layer: int, final: bool) -> tuple[int, int] | None:
-        """A chain that had to wait for a reduction opens with its update."""
-        late = self.sheet.settings.update_prefetch and self._waits(layer)
-        return (self.code.stage_of[layer], layer) if late and final else None
+    def _window_of_update(self, layer: int) -> tuple[tuple[int, int] | None, int]:
+        """A chain that had to wait for a reduction opens with its update; with it, the bytes that it holds."""
+        sheet, stage = self.sheet, self.code.stage_of[layer]
+        held = sheet.bytes(self.gradients[layer]) + sheet.bytes(sheet.views[stage, layer])
+        late = sheet.settings.update_prefetch and self._waits(layer)
+        return ((stage, layer) if late else None), held
 
     def _partials(self, layer: int, phase: int) -> list[int]:
         if not self.code.update.layers[layer].partials[phase]:

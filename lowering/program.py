@@ -34,8 +34,8 @@ What each op reads and writes, in this order (the calling convention of its code
                         -> partials (if a later reduction needs them); in its last phase it donates gradient, parameters and
                         optimizer and writes the new parameters and optimizer.
                         For a stage's replicated state (no layer): replicated, scalars -> replicated
-                        The last of a layer whose validation is deferred takes no scalars, donates nothing, and what it
-                        writes is speculative; so is the view that is gathered from it.
+                        The last of a layer whose validation is deferred takes the scalars of fewer phases, donates nothing,
+                        and what it writes is yet to be validated; so is the view that is gathered from it.
     Validate            gradient, parameters, optimizer, replicated, scalars of each phase up to its own; what the layer's
                         last UpdateShard wrote, and the view -> the same once more. It donates all but replicated and scalars.
                         What was made early stays where it is if what it assumed holds, else it is made anew
@@ -370,12 +370,12 @@ class LayerInfo:
         operands: numbers of the loss operands that it reads.
         backward_inputs: those of `inputs` whose value its backward needs.
         backward_operands: those of `operands` that its backward needs.
-        update_phase: how many global reductions its update waits for; its last UpdateShard has this phase.
+        update_phase: how many global reductions its update depends on; its last UpdateShard has this phase.
         flops: floating-point operations of its forward for one microbatch.
         seconds: roofline seconds of its forward and backward for one microbatch, on the machine that cut the layers.
         recovered: whether its residuals are made by Recover.
         fingerprint: of its forward and backward code; equal layers have equal fingerprints.
-        deferred: whether its last UpdateShard runs before the reductions, and a Validate behind them.
+        early: how many its last UpdateShard waits for if validation is deferred, fewer than that; None if it is not.
     """
 
     name: str
@@ -393,12 +393,17 @@ class LayerInfo:
     seconds: float
     recovered: bool
     fingerprint: str
-    deferred: bool = False
+    early: int | None = None
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a Validate stands behind the reductions that its last UpdateShard does not wait for."""
+        return self.early is not None
 
     @property
     def waits(self) -> int:
         """How many global reductions its last UpdateShard waits for."""
-        return 0 if self.deferred else self.update_phase
+        return self.update_phase if self.early is None else self.early
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class Sheet:
         settings: the schedule and its switches.
         durations: seconds of ops.
         recovered: whether each layer is recovered.
-        deferred: whether each layer is updated before the reductions that it waits for.
+        early: the reductions that the early update of each layer waits for; None for a layer without one.
         reductions: who gives and takes at each global reduction.
         values: all values so far.
         tasks: all tasks so far.
@@ -44,7 +44,7 @@ class Sheet:
     settings: Settings
     durations: Durations
     recovered: tuple[bool, ...]
-    deferred: tuple[bool, ...]
+    early: tuple[int | None, ...]
     reductions: tuple[Reduction, ...]
     values: Values = dataclasses.field(init=False)
     tasks: list[Task] = dataclasses.field(default_factory=list)

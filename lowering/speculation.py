@@ -11,10 +11,11 @@ Terms.
     An expected value is **settled** if gradients a little larger do not change it: what a comparison gives, and what is
     computed of such values alone. A norm is not settled; whether it is below a bound is.
     A layer **assumes** the settled scalars that its last program reads. With these as constants, choices between two
-    values are made; what is then read no more need not be waited for. If no other scalar is read, the layer's update is
-    **deferrable**: it can be made early, and is right if all that was assumed holds.
+    values are made; what is then read no more need not be waited for. A layer's update is **deferrable** if it can so be
+    made some reductions earlier: before the first of all, or behind one whose scalars it needs (the weight of the loss)
+    and before the others (norms). It is right if all that was assumed holds.
 
-The early update runs the very program of the layer's last phase, with expected values in place of scalars, so that what
+The early update runs the very program of the layer's last phase, with expected values in place of those scalars, so that what
 comes out is the same to the last bit.
 """
 
@@ -39,12 +40,15 @@ class Speculation:
     """Whether a layer that waits for reductions can be updated before them.
 
     Attributes:
+        early: how many reductions the early update still waits for.
         assumed: the scalars that must have their expected values, each as its place among those of all reductions that
             the layer waits for, with that value.
-        taken: all scalars that its last program reads, likewise, with the values that its early update takes for them.
-        reason: why it has to wait; empty if its update is deferrable.
+        taken: all scalars of later reductions that its last program reads, likewise, with the values that its early update
+            takes for them.
+        reason: why it has to wait for all; empty if its update is deferrable.
     """
 
+    early: int = 0
     assumed: tuple[tuple[int, Any], ...] = ()
     taken: tuple[tuple[int, Any], ...] = ()
     reason: str = ""
@@ -70,7 +74,7 @@ def speculate(plan: UpdatePlan) -> tuple[Speculation | None, ...]:
         scalars += _expected(plan, number, scalars)
         ends.append(len(scalars))
     return tuple(
-        _speculation(layer, scalars[: ends[layer.phase]]) if layer.phase else None
+        _speculation(layer, scalars, ends[: layer.phase + 1]) if layer.phase else None
         for layer in plan.layers
     )
 
@@ -110,26 +114,39 @@ def _of_nothing(partial: Partial) -> Known | None:
     return Known(value, settled=partial.combine in ("and", "or"))
 
 
-def _speculation(layer: LayerUpdate, expected: Sequence[Known | None]) -> Speculation:
-    """What a layer would assume of the scalars that its last program takes."""
-    program = layer.phases[layer.phase]
-    jaxpr, start = program.jaxpr, len(program.in_avals) - len(expected)
+def _speculation(
+    layer: LayerUpdate, expected: Sequence[Known | None], ends: Sequence[int]
+) -> Speculation:
+    """The earliest that a layer can be updated, and what it then assumes; `ends[k]` scalars are of reductions 1 to k."""
+    found = Speculation()
+    for early in range(layer.phase):
+        found = _after(layer, expected[: ends[-1]], early, ends[early])
+        if found.deferrable:
+            break
+    return found
+
+
+def _after(
+    layer: LayerUpdate, expected: Sequence[Known | None], early: int, start: int
+) -> Speculation:
+    """What a layer would assume to be updated behind some reductions, which give the first `start` scalars."""
+    jaxpr = layer.phases[layer.phase].jaxpr
+    first = len(jaxpr.invars) - len(expected)
     read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if is_var(atom)}
-    given = [None] * start + [k if k is not None and k.settled else None for k in expected]
-    folding = Folding(program, given)
-    live = folding.live()
+    later = [k if k is not None and k.settled else None for k in expected[start:]]
+    live = Folding(layer.phases[layer.phase], [*[None] * (first + start), *later]).live()
     assumed, taken = [], []
-    for place, (var, known) in enumerate(zip(jaxpr.invars[start:], expected, strict=True)):
+    for place in range(start, len(expected)):
+        var, known = jaxpr.invars[first + place], later[place - start]
         if var in live or (var in read and compat.is_extended(var.aval.dtype)):
             return Speculation(reason=_reason(live.get(var)))
         if var not in read:
             continue
-        settled = known is not None and known.settled
-        value = known.value if known is not None and settled else np.ones((), var.aval.dtype)
+        value = np.ones((), var.aval.dtype) if known is None else known.value
         taken.append((place, value))
-        if settled:
+        if known is not None:
             assumed.append((place, value))
-    return Speculation(tuple(assumed), tuple(taken))
+    return Speculation(early, tuple(assumed), tuple(taken))
 
 
 def _reason(reader: Eqn | None) -> str:

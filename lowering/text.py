@@ -109,7 +109,7 @@ def _layer(number: int, layer: LayerInfo) -> tuple[str, ...]:
         quoted(layer.name),
         f"s{layer.stage}",
         f"b{layer.block}",
-        f"k{layer.update_phase}{' deferred' * layer.deferred}",
+        f"k{layer.update_phase}" + ("" if layer.early is None else f" early k{layer.early}"),
         "recovered" if layer.recovered else "saved",
         str(layer.flops),
         repr(layer.seconds),

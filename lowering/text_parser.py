@@ -201,7 +201,7 @@ def _layer(cursor: Cursor) -> LayerInfo:
     stage = cursor.prefixed(_STAGE, "a stage such as s0")
     block = cursor.prefixed(_BLOCK, "a block such as b0")
     phase = cursor.prefixed(_PHASE, "an update phase such as k0")
-    deferred = cursor.accept("deferred")
+    early = cursor.prefixed(_PHASE, "a phase such as k0") if cursor.accept("early") else None
     recovered = cursor.choice(("saved", "recovered")) == "recovered"
     flops = cursor.integer("floating-point operations")
     seconds = _seconds(cursor)
@@ -229,7 +229,7 @@ def _layer(cursor: Cursor) -> LayerInfo:
         seconds=seconds,
         recovered=recovered,
         fingerprint=fingerprint,
-        deferred=deferred,
+        early=early,
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ratrain_jax.deferred import Deferred, deferred
 from ratrain_jax.kernels import Machine, machine_of
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.grid import grid
@@ -56,11 +57,11 @@ class Lowered:
         return grid(self.program)
 
     def summary(self) -> str:
-        """The layers and the stages that they are in, as a table; what is not on shards; what stacked leaves cost."""
+        """The layers and their stages, as a table; what is not on shards, what stacked leaves cost, what is deferred."""
         from ratrain_jax.tables import layer_table
 
         stacked = self.stacked_state() if self.options.state_layout == "stacked" else None
-        parts = [layer_table(self.program), self.unsharded(), stacked]
+        parts = [layer_table(self.program), self.unsharded(), stacked, self.deferred()]
         return "\n\n".join(str(part) for part in parts if part is not None)
 
     def unsharded(self) -> Unsharded | None:
@@ -77,6 +78,10 @@ class Lowered:
         They are no part of `memory_analysis`, which ends with the program's last op.
         """
         return stacked_state(self.code)
+
+    def deferred(self) -> Deferred | None:
+        """With `validation="deferred"`, which layers are updated early, and why others wait; None without it."""
+        return deferred(self.code, self.program)
 
     def memory_analysis(self) -> MemoryAnalysis:
         """Bytes on each device of every stage over the step, by kind, with the op at the peak."""

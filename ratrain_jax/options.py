@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BACKENDS = ("xla", "mt3000")
 STATE_LAYOUTS = ("stacked", "layers")
 RECOVERIES = ("auto", "none", "backward", "forward")
+VALIDATIONS = ("immediate", "deferred")
 
 
 def _at_least(name: str, value: Any, least: int) -> None:
@@ -66,6 +67,7 @@ class Options:
     recovery: str = "auto"
     layerwise_state: bool = True
     update_prefetch: bool = True
+    validation: str = "immediate"
     window: Window = Window()
     memory_limit: int | Sequence[int] | None = None
     boundaries: Sequence[str] | None = None
@@ -81,6 +83,7 @@ class Options:
             _at_least(name, getattr(self, name), 1)
         _one_of("schedule", self.schedule, tuple(SCHEDULES))
         _one_of("recovery", self.recovery, RECOVERIES)
+        _one_of("validation", self.validation, VALIDATIONS)
         if self.zero == 3:
             raise OptionError("zero=3 is costed by the planner but not run; use zero=1 or zero=2.")
         _one_of("zero", self.zero, (1, 2))
@@ -118,6 +121,7 @@ class Options:
     def settings(self) -> Settings:
         """The part of the options that a program depends on."""
         plain = self.schedule != "ratrain"
+        prefetch = self.update_prefetch and not plain
         limit = self.memory_limit
         limits = (
             ()
@@ -134,15 +138,16 @@ class Options:
             zero=self.zero,
             recovery=self.recovery,
             layerwise_state=self.layerwise_state and not plain,
-            update_prefetch=self.update_prefetch and not plain,
+            update_prefetch=prefetch,
             window_layers=self.window.layers,
             window_bytes=self.window.bytes,
             window_microbatches=self.window.microbatches,
             memory_limit=tuple(map(int, limits)),
+            validation=self.validation if prefetch else "immediate",
         )
 
 
-BESIDE_A_PLAN = ("devices", "donate_state", "state_layout", "batch_argnums")
+BESIDE_A_PLAN = ("devices", "donate_state", "state_layout", "batch_argnums", "validation")
 """Options that a plan leaves open; so is the backend, where it is kernels of one's own."""
 
 

@@ -80,6 +80,7 @@ def train_step(
     recovery: str = "auto",
     layerwise_state: bool = True,
     update_prefetch: bool = True,
+    validation: str = "immediate",
     window: Window = Window(),
     memory_limit: int | Sequence[int] | None = None,
     boundaries: Sequence[str] | None = None,
@@ -105,6 +106,10 @@ def train_step(
             `"auto"` keeps what the memory limit allows.
         layerwise_state: with `"ratrain"`, synchronise each layer's gradient as soon as it is final.
         update_prefetch: with `"ratrain"`, update each layer and gather its next view behind its synchronisation.
+        validation: with `"deferred"`, and where `update_prefetch` is on, layers are updated and their next views gathered
+            before the global reduction of a clipped norm or a finite check, as if it had found nothing to change; if it
+            has, their state is restored, and updated as it says, before the next step's first forward. Results are those
+            of `"immediate"`. Old and new shards, and the gradients, then live until the reduction.
         window: how far state work may run ahead.
         memory_limit: bytes a device; one number, or one a stage.
         boundaries: names of the layers that begin each stage but the first; balanced unless given.
@@ -146,6 +151,7 @@ def train_step(
         recovery=recovery,
         layerwise_state=layerwise_state,
         update_prefetch=update_prefetch,
+        validation=validation,
         window=window,
         memory_limit=memory_limit,
         boundaries=boundaries,

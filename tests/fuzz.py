@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 import ratrain_jax as rt
 from ratrain_jax.errors import LayoutError
 
-WIDTH = 4
 STEPS = 3
-TOLERANCE = 1e-9
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+"""How far apart results may be, by what products are computed in; parameters are always float64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,13 @@ class Trial:
     recovery: str = "auto"
     layerwise_state: bool = True
     update_prefetch: bool = True
+    validation: str = "immediate"
     window: int = 2
+    width: int = 4
+    compute: str = "float64"
+    tokens: bool = False
+    scattered_names: bool = False
+    more_state: bool = False
 
     def command(self) -> str:
         """The line that runs it again."""
@@ -57,11 +63,11 @@ class Trial:
         return f"python -m tests.fuzz '{json.dumps(told)}'"
 
 
-# Parts of a model: what each draws, and what it does to (x, what earlier parts made).
+# Parts of a model: what each draws for a width, and what it does to (x, what earlier parts made).
 
 
 def _kernel(rng, *shape):
-    return rng.normal(size=shape or (WIDTH, WIDTH)) / np.sqrt(WIDTH)
+    return rng.normal(size=shape) / np.sqrt(shape[-1])
 
 
 def _norm(p, x):
@@ -83,41 +89,41 @@ def _attention(p, x, earlier, first):
 
 PARTS = {
     "dense": (
-        lambda rng: {"kernel": _kernel(rng), "bias": _kernel(rng, WIDTH)},
+        lambda rng, w: {"kernel": _kernel(rng, w, w), "bias": _kernel(rng, w)},
         lambda p, x, earlier, first: jnp.tanh(x @ p["kernel"] + p["bias"]),
     ),
     "residual": (
-        lambda rng: {"up": _kernel(rng, WIDTH, 8), "down": _kernel(rng, 8, WIDTH)},
+        lambda rng, w: {"up": _kernel(rng, w, 8), "down": _kernel(rng, 8, w)},
         lambda p, x, earlier, first: x + jax.nn.gelu(x @ p["up"]) @ p["down"],
     ),
     "norm": (
-        lambda rng: {"scale": np.ones(WIDTH)},
+        lambda rng, w: {"scale": np.ones(w)},
         lambda p, x, earlier, first: _norm(p, x),
     ),
-    "attention": (lambda rng: {"mix": _kernel(rng)}, _attention),
-    "skip": (lambda rng: {}, lambda p, x, earlier, first: x + earlier[0]),
-    "tied": (lambda rng: {}, lambda p, x, earlier, first: x @ first.T),
+    "attention": (lambda rng, w: {"mix": _kernel(rng, w, w)}, _attention),
+    "skip": (lambda rng, w: {}, lambda p, x, earlier, first: x + earlier[0]),
+    "tied": (lambda rng, w: {}, lambda p, x, earlier, first: x @ first.T),
     "scale": (
-        lambda rng: {"factor": np.float64(1.5)},
+        lambda rng, w: {"factor": np.float64(1.5)},
         lambda p, x, earlier, first: x * p["factor"],
     ),
     "frozen": (
-        lambda rng: {"kernel": _kernel(rng)},
+        lambda rng, w: {"kernel": _kernel(rng, w, w)},
         lambda p, x, earlier, first: x + x @ jax.lax.stop_gradient(p["kernel"]),
     ),
     "unused": (
-        lambda rng: {"kernel": _kernel(rng), "nothing": np.zeros((0, 3))},
+        lambda rng, w: {"kernel": _kernel(rng, w, w), "nothing": np.zeros((0, 3))},
         lambda p, x, earlier, first: x,
     ),
     "checkpoint": (
-        lambda rng: {"kernel": _kernel(rng)},
+        lambda rng, w: {"kernel": _kernel(rng, w, w)},
         lambda p, x, earlier, first: jax.checkpoint(lambda k, x: jnp.sin(x @ k))(p["kernel"], x),
     ),
     "parallel": (
-        lambda rng: {"left": _kernel(rng), "right": _kernel(rng)},
+        lambda rng, w: {"left": _kernel(rng, w, w), "right": _kernel(rng, w, w)},
         lambda p, x, earlier, first: x + jnp.tanh(x @ p["left"]) + jnp.sin(x @ p["right"]),
     ),
-    "scan": (lambda rng: {"stack": _kernel(rng, 2, WIDTH, WIDTH)}, _scan),
+    "scan": (lambda rng, w: {"stack": _kernel(rng, 2, w, w)}, _scan),
 }
 
 # Each is smooth enough that rounding is not amplified; the hand-written one uses the loss.
@@ -135,29 +141,61 @@ OPTIMIZERS = {
 }
 
 
+def part_name(trial: Trial, number: int) -> str:
+    """The name of a part; scattered ones sort otherwise than the parts follow each other, and leave numbers out."""
+    return f"part_{(7 * number + 5) % 23}" if trial.scattered_names else f"part_{number}"
+
+
 def make_params(trial: Trial):
     rng = np.random.default_rng(len(trial.parts))
-    layers = {f"part_{n}": PARTS[part][0](rng) for n, part in enumerate(trial.parts)}
-    params = {"first": {"kernel": _kernel(rng)}, **layers}
+    width = trial.width
+    layers = {part_name(trial, n): PARTS[part][0](rng, width) for n, part in enumerate(trial.parts)}
+    params = {"first": {"kernel": _kernel(rng, width, width)}, **layers}
     return jax.tree.map(jnp.asarray, {name: leaves for name, leaves in params.items() if leaves})
 
 
 def make_batch(trial: Trial, seed: int):
     rows = 2 * trial.data_parallel * trial.microbatches
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(rows, 3, WIDTH))
-    return {"x": x, "y": np.sin(x[..., ::-1]), "weight": rng.integers(0, 2, size=(rows, 3)) + 0.1}
+    x = rng.normal(size=(rows, 3, trial.width))
+    inputs = rng.integers(0, trial.width, size=(rows, 3)) if trial.tokens else x
+    return {
+        "x": inputs,
+        "y": np.sin(x[..., ::-1]),
+        "weight": rng.integers(0, 2, size=(rows, 3)) + 0.1,
+    }
 
 
 def predict(trial: Trial, params, x):
+    params = jax.tree.map(lambda p: p.astype(trial.compute), params)
     first = params["first"]["kernel"]
-    x = x @ first
+    x = first[x] if trial.tokens else x.astype(trial.compute) @ first
     earlier = [x]
     for n, part in enumerate(trial.parts):
-        x = PARTS[part][1](params.get(f"part_{n}", {}), x, earlier, first)
+        x = PARTS[part][1](params.get(part_name(trial, n), {}), x, earlier, first)
         earlier.append(x)
     # Bounded, so that no trial diverges: one that does amplifies rounding, plainly run in another order too.
-    return jnp.tanh(x)
+    return jnp.tanh(x.astype("float64"))
+
+
+def more_state():
+    """State that no optimizer knows: a counter, a flag, a random key, and an array that nothing reads."""
+    return {
+        "count": jnp.int32(3),
+        "odd": jnp.bool_(True),
+        "key": jax.random.key(1),
+        "kept": jnp.arange(5, dtype=jnp.uint8),
+    }
+
+
+def next_more_state(more):
+    """What it is after a step."""
+    return {
+        **more,
+        "count": more["count"] + 1,
+        "odd": ~more["odd"],
+        "key": jax.random.fold_in(more["key"], more["count"]),
+    }
 
 
 def make_step(trial: Trial, value_and_grad):
@@ -181,7 +219,10 @@ def make_step(trial: Trial, value_and_grad):
             updates = jax.tree.map(lambda g: -0.1 * g / (1 + loss), grads)
         params = optax.apply_updates(state["params"], updates)
         metrics = {"loss": loss, "norm": optax.tree.norm(grads), "aux": aux}
-        return {"params": params, "optimizer": inner}, metrics
+        new = {"params": params, "optimizer": inner}
+        if trial.more_state:
+            new["more"] = next_more_state(state["more"])
+        return new, metrics
 
     return step
 
@@ -189,10 +230,14 @@ def make_step(trial: Trial, value_and_grad):
 def run(trial: Trial, step):
     params = make_params(trial)
     state = {"params": params, "optimizer": OPTIMIZERS[trial.optimizer]().init(params)}
+    if trial.more_state:
+        state["more"] = more_state()
     kept = []
     for seed in range(STEPS):
         state, metrics = step(state, make_batch(trial, seed))
         kept.append(jax.tree.map(np.asarray, metrics))
+    if trial.more_state:
+        state["more"]["key"] = jax.random.key_data(state["more"]["key"])
     return jax.tree.map(np.asarray, {"state": state, "metrics": kept})
 
 
@@ -218,6 +263,7 @@ def check(trial: Trial) -> bool:
         recovery=trial.recovery,
         layerwise_state=trial.layerwise_state,
         update_prefetch=trial.update_prefetch,
+        validation=trial.validation,
         window=rt.Window(layers=trial.window, microbatches=trial.window),
     )(make_step(trial, reduced))
     try:
@@ -235,7 +281,7 @@ def check(trial: Trial) -> bool:
         apart = np.abs(leaf - reference).max(initial=0) / np.abs(reference).max(initial=1e-3)
         where = f"{jax.tree_util.keystr(path)} is {apart:.1e} of its largest value apart"
         assert (leaf.shape, leaf.dtype) == (reference.shape, theirs[path].dtype), where
-        assert apart <= TOLERANCE, f"{where}. To run it again: {trial.command()}"
+        assert apart <= TOLERANCE[trial.compute], f"{where}. To run it again: {trial.command()}"
     return True
 
 
@@ -269,7 +315,13 @@ strategies = st.builds(
     recovery=st.sampled_from(["auto", "none", "backward", "forward"]),
     layerwise_state=st.booleans(),
     update_prefetch=st.booleans(),
+    validation=st.sampled_from(["immediate", "deferred"]),
     window=st.integers(1, 3),
+    width=st.integers(3, 6),
+    compute=st.sampled_from(["float64", "float32"]),
+    tokens=st.booleans(),
+    scattered_names=st.booleans(),
+    more_state=st.booleans(),
 )
 """Trials of every kind."""
 

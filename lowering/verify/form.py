@@ -133,8 +133,8 @@ def _layer(program: Program, number: int, layer: LayerInfo) -> Iterator[str]:
 def _deferred(program: Program, number: int, layer: LayerInfo) -> Iterator[str]:
     if program.settings.validation != "deferred" or not program.settings.update_prefetch:
         yield "is validated late, which the settings do not ask for"
-    if not layer.update_phase or not layer.parameters:
-        yield "is validated late, but its update waits for nothing"
+    if not 0 <= layer.waits < layer.update_phase or not layer.parameters:
+        yield f"is updated early, after {layer.waits} of {layer.update_phase} reductions"
     for other, borrower in enumerate(program.layers):
         if borrower.stage != layer.stage and number in [owner for owner, _ in borrower.borrows]:
             yield f"is validated late, but L{other} on another stage borrows from it"

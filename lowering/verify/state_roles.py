@@ -123,17 +123,21 @@ class StateRoles:
 
     def update_reads(self, op: UpdateShard) -> list[Slot]:
         """Gradient, parameters, optimizer, replicated state, scalars."""
-        scalars = slots(
-            ("scalars", reduction.phase, op.stage)
-            for reduction in self.program.reductions[: op.phase]
-            if op.stage in reduction.stages
-        )
         if op.layer is None:
-            return [*self._replicated(op.stage), *scalars]
-        final = op.phase == self.program.layers[op.layer].update_phase
-        if final and self._deferred(op.layer):
-            return [*slots(self._own(op.layer)), *self._replicated(op.stage)]
-        return [*slots(self._own(op.layer), donated=final), *self._replicated(op.stage), *scalars]
+            return [*self._replicated(op.stage), *self._scalars(op.stage, op.phase)]
+        layer = self.program.layers[op.layer]
+        final = op.phase == layer.update_phase
+        own = slots(self._own(op.layer), donated=final and not layer.deferred)
+        scalars = self._scalars(op.stage, layer.waits if final else op.phase)
+        return [*own, *self._replicated(op.stage), *scalars]
+
+    def _scalars(self, stage: int, phase: int) -> list[Slot]:
+        """What the reductions up to a phase give to a stage."""
+        return slots(
+            ("scalars", reduction.phase, stage)
+            for reduction in self.program.reductions[:phase]
+            if stage in reduction.stages
+        )
 
     def _own(self, layer: int) -> list[Tag]:
         """What an update reads of its layer."""
@@ -182,16 +186,11 @@ class StateRoles:
 
     def validate_reads(self, op: Validate) -> list[Slot]:
         """What the update reads, scalars included; then what the early one wrote, and its view."""
-        scalars = slots(
-            ("scalars", reduction.phase, op.stage)
-            for reduction in self.program.reductions[: op.phase]
-            if op.stage in reduction.stages
-        )
         early = [*self._early(op.layer), ("view", op.layer, op.stage, EARLY)]
         return [
             *slots(self._own(op.layer), donated=True),
             *self._replicated(op.stage),
-            *scalars,
+            *self._scalars(op.stage, op.phase),
             *slots(early, donated=True),
         ]
 

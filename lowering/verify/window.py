@@ -69,8 +69,9 @@ def _opens(shape: Shape, op: Op) -> int | None:
             at_home = layers[op.layer].stage == op.stage
             return op.layer if final and at_home and not layers[op.layer].waits else None
         case UpdateShard() if op.layer is not None and op.phase:
-            final = op.phase == shape.program.layers[op.layer].waits
-            return op.layer if final else None
+            layer = shape.program.layers[op.layer]
+            final = op.phase == layer.update_phase
+            return op.layer if final and layer.waits else None
     return None
 
 

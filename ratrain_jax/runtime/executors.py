@@ -27,14 +27,16 @@ from ratrain_jax.lowering.program import (
     SendActivation,
     SendGradient,
     UpdateShard,
+    Validate,
     ZeroGradient,
 )
 from ratrain_jax.runtime.executables import Library, chained
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.instructions import Bundle, Execute
-from ratrain_jax.runtime.joins import join
+from ratrain_jax.runtime.joins import combine, join
 from ratrain_jax.runtime.launches import launcher
-from ratrain_jax.runtime.recipes import Recipe, Recipes, combine
+from ratrain_jax.runtime.recipes import Recipe, Recipes
+from ratrain_jax.runtime.validation import early_update, use_up, validate
 from ratrain_jax.runtime.workers import Task
 
 
@@ -123,7 +125,35 @@ class Executors:
         return self._indexed(op, self.recipes.metrics(op))
 
     def _update(self, op: UpdateShard) -> Execute:
+        if op.layer is not None:
+            layer = self.program.layers[op.layer]
+            if layer.deferred and op.phase == layer.update_phase:
+                return self._update_early(op, op.layer)
         return self._plain(op, self.recipes.update(op))
+
+    def _update_early(self, op: UpdateShard, layer: int) -> Execute:
+        recipe, expected = early_update(self.recipes, op, layer)
+        call = self.executable(op.stage, recipe)
+        given = tuple(self.groups[op.stage].put_whole(value) for value in expected)
+        return lambda bundles: call(*bundles, given)
+
+    def _validate(self, op: Validate) -> Execute:
+        recipe, in_place = validate(self.recipes, op)
+        call = self.executable(op.stage, recipe)
+        update = self.code.update.layers[op.layer]
+        places = [update.params.index(p) for p in self.code.bundles[op.stage, op.layer]]
+        parameters = 1 if update.partials[op.phase] else 0
+
+        def execute(bundles: Sequence[Bundle]) -> Sequence[Bundle]:
+            moved = tuple(a for a, seen in zip(bundles[-1], in_place, strict=True) if not seen)
+            *kept, gathered = call(*bundles[:-1], moved)
+            use_up(bundles[1:3])
+            left = iter(gathered)
+            seen_at = zip(places, in_place, strict=True)
+            view = tuple(kept[parameters][at] if seen else next(left) for at, seen in seen_at)
+            return (*kept, view)
+
+        return execute
 
     def _send(self, op: Send) -> Execute:
         sharding = self.groups[op.target].sharding
@@ -329,5 +359,6 @@ _MAKERS: dict[type[Op], Callable[[Executors, Any], Execute]] = {
     GlobalReduce: Executors._reduce,
     UpdateShard: Executors._update,
     PrefetchView: Executors._prefetch,
+    Validate: Executors._validate,
     Metrics: Executors._metrics,
 }

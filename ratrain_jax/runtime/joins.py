@@ -1,7 +1,8 @@
-"""Joins what the loss returns on each rank for each microbatch (see `ratrain_jax.lowering.results`)."""
+"""Joins what ranks hold apart: what the loss returns for each microbatch (see `ratrain_jax.lowering.results`), and scalars."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,4 +58,32 @@ _JOINS: dict[str, Callable[[Sequence[Any], int], Any]] = {
     "sum": _sum,
     "rows": _rows,
     "first": _first,
+}
+
+
+def combine(values: Sequence[Any], how: Sequence[str], devices: int) -> list[Any]:
+    """Joins what the ranks hold of partial scalars; one collective a kind."""
+    joined = list(values)
+    if devices == 1:
+        return joined
+    for kind in dict.fromkeys(how):
+        places = [i for i, h in enumerate(how) if h == kind]
+        if kind == "same":
+            continue
+        for i, value in zip(places, _COMBINES[kind](tuple(values[i] for i in places)), strict=True):
+            joined[i] = value
+    return joined
+
+
+def _join_bool(reduce: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
+    counts = reduce(tuple(v.astype(jnp.int32) for v in values), AXIS)
+    return [c.astype(bool) for c in counts]
+
+
+_COMBINES: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    "sum": lambda values: jax.lax.psum(values, AXIS),
+    "max": lambda values: jax.lax.pmax(values, AXIS),
+    "min": lambda values: jax.lax.pmin(values, AXIS),
+    "and": functools.partial(_join_bool, jax.lax.pmin),
+    "or": functools.partial(_join_bool, jax.lax.pmax),
 }

@@ -8,7 +8,6 @@ their parts, or none; `ratrain_jax.runtime.instructions` puts these together.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +75,8 @@ class Recipes:
         """The local types of a value."""
         return tuple(local_type(array) for array in self.program.values[value].arrays)
 
-    def _types(self, reads: Sequence[int]) -> tuple[Any, ...]:
+    def types(self, reads: Sequence[int]) -> tuple[Any, ...]:
+        """The local types of some values."""
         return tuple(self.bundle(v) for v in reads)
 
     def _donated(self, op: Any, lead: int) -> tuple[int, ...]:
@@ -93,8 +93,8 @@ class Recipes:
             outputs, kept = run(index, views, _singles(operands), _singles(inputs))
             return (*((o,) for o in outputs), *kept)
 
-        types = (INDEX_TYPE, *self._types(op.reads))
-        return Recipe(("forward", unit_key(self.code, unit), _shapes(types)), function, types)
+        types = (INDEX_TYPE, *self.types(op.reads))
+        return Recipe(("forward", unit_key(self.code, unit), shapes(types)), function, types)
 
     def tie(self, waits: Sequence[int]) -> Recipe:
         """Gives the microbatch's number back once other values exist: (number, zero, values) -> number.
@@ -103,12 +103,12 @@ class Recipes:
         """
 
         def function(index: Any, zero: Any, *bundles: Bundle) -> Any:
-            for array in filter(lambda array: array.size, _flat(bundles)):
+            for array in filter(lambda array: array.size, flat(bundles)):
                 index = index + (array.ravel()[0] > 0).astype(jnp.int32) * zero
             return index
 
-        types = (INDEX_TYPE, INDEX_TYPE, *self._types(waits))
-        return Recipe(("tie", _shapes(types)), function, types)
+        types = (INDEX_TYPE, INDEX_TYPE, *self.types(waits))
+        return Recipe(("tie", shapes(types)), function, types)
 
     def backward(self, op: Backward) -> Recipe:
         """A unit's backward."""
@@ -140,8 +140,8 @@ class Recipes:
             )
             return (*((o,) for o in outgoing), *totals)
 
-        types = (INDEX_TYPE, *self._types(op.reads))
-        key = ("backward", unit_key(self.code, unit), fresh, _shapes(types))
+        types = (INDEX_TYPE, *self.types(op.reads))
+        key = ("backward", unit_key(self.code, unit), fresh, shapes(types))
         return Recipe(key, function, types, self._donated(op, 1))
 
     def zero_gradient(self, op: ZeroGradient) -> Recipe:
@@ -152,7 +152,7 @@ class Recipes:
             del index
             return (tuple(jnp.zeros(a.shape, a.dtype) for a in arrays),)
 
-        return Recipe(("zero", _shapes(arrays)), function, (INDEX_TYPE,))
+        return Recipe(("zero", shapes(arrays)), function, (INDEX_TYPE,))
 
     def prologue(self, op: Prologue) -> Recipe:
         """The operands that the prologue computes, each rank its own rows."""
@@ -167,7 +167,7 @@ class Recipes:
                 for o, array in zip(code.prologue_operands, made, strict=True)
             )
 
-        return Recipe("prologue", function, (INDEX_TYPE, *self._types(op.reads)))
+        return Recipe("prologue", function, (INDEX_TYPE, *self.types(op.reads)))
 
     def metrics(self, op: Metrics) -> Recipe:
         """What the step returns beside the state."""
@@ -183,16 +183,16 @@ class Recipes:
                 *bundles[:scalars],
                 *bundles[scalars + state :],
             )
-            return (tuple(run(*_flat(ordered))),)
+            return (tuple(run(*flat(ordered))),)
 
-        return Recipe("metrics", function, (INDEX_TYPE, *self._types(op.reads)))
+        return Recipe("metrics", function, (INDEX_TYPE, *self.types(op.reads)))
 
     def grad_sync(self, op: GradSync) -> Recipe | None:
         """The sync's code; None where it only renames."""
         code, home = self.code, self.program.values[op.reads[0]].stage
         bundle = code.bundles[home, op.layer]
         axes = self._axes(op.layer, bundle)
-        types = self._types(op.reads)
+        types = self.types(op.reads)
         if op.microbatch is not None:
 
             def accumulate(whole: Bundle, before: Bundle) -> tuple[Bundle, ...]:
@@ -203,7 +203,7 @@ class Recipes:
                     ),
                 )
 
-            key = ("accumulate", axes, _shapes(types))
+            key = ("accumulate", axes, shapes(types))
             donate = (1,) if code.data_parallel > 1 else self._donated(op, 0)[-1:]
             return Recipe(key, accumulate, types, donate, collective=True)
         if code.data_parallel == 1 and len(op.reads) == 1:
@@ -224,7 +224,7 @@ class Recipes:
             return (tuple(total),)
 
         donate = (0,) if not scatter or code.data_parallel == 1 else ()
-        key = ("sync", scatter, places, axes, _shapes(types))
+        key = ("sync", scatter, places, axes, shapes(types))
         return Recipe(key, sync, types, donate, collective=scatter)
 
     def _scatter(self, array: Any, axis: int | None) -> Any:
@@ -272,7 +272,7 @@ class Recipes:
                 out.append(cast)
             return tuple(out)
 
-        key = ("gather", tuple(axes[j] for j in moved), tuple(map(str, dtypes)), _shapes(types))
+        key = ("gather", tuple(axes[j] for j in moved), tuple(map(str, dtypes)), shapes(types))
         talks = any(axes[j] is not None for j in moved)
         return Recipe(key, function, (types,), collective=talks), in_place
 
@@ -280,35 +280,42 @@ class Recipes:
         """One phase of a layer's update, or a stage's replicated update."""
         if op.layer is None:
             run = as_function(self.code.update.replicated_program)
-            types = self._types(op.reads)
-            return Recipe("replicated", lambda *b: (tuple(run(*_flat(b))),), types)
+            types = self.types(op.reads)
+            return Recipe("replicated", lambda *b: (tuple(run(*flat(b))),), types)
         return self._layer_update(op, op.layer)
 
     def _layer_update(self, op: UpdateShard, layer: int) -> Recipe:
-        update = self.code.update.layers[layer]
-        closed = update.phases[op.phase]
-        final = op.phase == update.phase
-        made = (len(update.parameters), len(update.optimizer), len(update.outputs))
-        partials = len(update.partials[op.phase])
         shards = self.shard_program(layer, op.phase)
-        types = self._types(op.reads)
+        types = self.types(op.reads)
 
         def function(*bundles: Bundle) -> tuple[Bundle, ...]:
-            results = tuple(shards.run(*_flat(bundles)))
-            state = sum(made) if final else 0
-            given = results[state:]
-            out = [given] if partials else []
-            if final:
-                parameters, optimizer, extra = _split(results[:state], made)
-                out += [parameters, optimizer]
-                out += [extra] if update.outputs else []
-            return tuple(out)
+            return self.written(layer, op.phase, shards.run(*flat(bundles)))
 
-        key = ("update", fingerprint(closed), final, made, partials, _shapes(types))
+        key = ("update", *self.update_key(layer, op.phase), shapes(types))
         donate = tuple(op.reads.index(v) for v in op.donates if v != op.reads[0])
-        return Recipe(key, function, types, donate, self._talks(function, types))
+        return Recipe(key, function, types, donate, self.talks(function, types))
 
-    def _talks(self, function: Callable[..., Any], types: tuple[Any, ...]) -> bool:
+    def written(self, layer: int, phase: int, results: Sequence[Any]) -> tuple[Bundle, ...]:
+        """What an update's program gives, as the bundles that its op writes."""
+        update = self.code.update.layers[layer]
+        final = phase == update.phase
+        made = (len(update.parameters), len(update.optimizer), len(update.outputs))
+        state = sum(made) if final else 0
+        out = [tuple(results[state:])] if update.partials[phase] else []
+        if final:
+            parameters, optimizer, extra = _split(results[:state], made)
+            out += [parameters, optimizer]
+            out += [extra] if update.outputs else []
+        return tuple(out)
+
+    def update_key(self, layer: int, phase: int) -> tuple[Any, ...]:
+        """Equal for update programs that compute the same and write it in the same bundles."""
+        update = self.code.update.layers[layer]
+        made = (len(update.parameters), len(update.optimizer), len(update.outputs))
+        final, partials = phase == update.phase, len(update.partials[phase])
+        return fingerprint(update.phases[phase]), final, made, partials
+
+    def talks(self, function: Callable[..., Any], types: tuple[Any, ...]) -> bool:
         """Whether a function of a group's slices uses a collective."""
         if self.code.data_parallel == 1:
             return False
@@ -347,11 +354,12 @@ def _singles(bundles: Sequence[Bundle]) -> Bundle:
     return tuple(bundle[0] for bundle in bundles)
 
 
-def _flat(bundles: Sequence[Bundle]) -> list[Any]:
+def flat(bundles: Sequence[Bundle]) -> list[Any]:
+    """The arrays of some bundles."""
     return [array for bundle in bundles for array in bundle]
 
 
-def _shapes(types: Any) -> tuple[Any, ...]:
+def shapes(types: Any) -> tuple[Any, ...]:
     """The types of some bundles, and how they are bundled: two of one array are not one of two."""
     leaves, tree = jax.tree.flatten(types)
     return (tree, *((t.shape, str(t.dtype)) for t in leaves))
@@ -371,31 +379,3 @@ def _own_rows(code: StepCode, operand: int, array: Any) -> Any:
         return cut[0]
     rank = jax.lax.axis_index(AXIS)
     return jax.lax.dynamic_index_in_dim(cut, rank, 0, keepdims=False)
-
-
-def combine(values: Sequence[Any], how: Sequence[str], devices: int) -> list[Any]:
-    """Joins what the ranks hold of partial scalars; one collective a kind."""
-    joined = list(values)
-    if devices == 1:
-        return joined
-    for kind in dict.fromkeys(how):
-        places = [i for i, h in enumerate(how) if h == kind]
-        if kind == "same":
-            continue
-        for i, value in zip(places, _JOIN[kind](tuple(values[i] for i in places)), strict=True):
-            joined[i] = value
-    return joined
-
-
-def _join_bool(reduce: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
-    counts = reduce(tuple(v.astype(jnp.int32) for v in values), AXIS)
-    return [c.astype(bool) for c in counts]
-
-
-_JOIN: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    "sum": lambda values: jax.lax.psum(values, AXIS),
-    "max": lambda values: jax.lax.pmax(values, AXIS),
-    "min": lambda values: jax.lax.pmin(values, AXIS),
-    "and": functools.partial(_join_bool, jax.lax.pmin),
-    "or": functools.partial(_join_bool, jax.lax.pmax),
-}

@@ -217,7 +217,7 @@ class _Builder:
                 if op.microbatch in (None, last):
                     final[op.layer] = n
             elif isinstance(op, UpdateShard) and op.layer is not None:
-                if 0 < op.phase == self._phase(op.layer):
+                if self._phase(op.layer) and op.phase == self.program.layers[op.layer].update_phase:
                     final[op.layer] = n
             elif isinstance(op, PrefetchView) and op.layer in final:
                 closers.append(n)

@@ -1,6 +1,7 @@
 """Which updates can be made before a global reduction, and what they assume."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import optax
 import pytest
 
 import ratrain_jax as rt
+from ratrain_jax.errors import OptionError
 from ratrain_jax.lowering.folding import Folding, Known
+from ratrain_jax.lowering.program import Kind, UpdateShard, Validate
 from ratrain_jax.lowering.speculation import speculate
 
 LAYERS, WIDTH = 3, 4
@@ -151,6 +154,21 @@ def test_what_depends_on_all_layers_otherwise_waits_and_says_where(name):
         )
 
 
+def test_what_the_loss_decides_is_waited_for_and_what_norms_decide_is_not():
+    change = MUST_WAIT["by the loss"]["change"]
+    for found in speculations(clipped(optax.adam(0.1)), change):
+        assert found is not None
+        assert (found.early, len(found.assumed)) == (1, 1)
+    program = lowered(clipped(optax.adam(0.1)), change, validation="deferred").program
+    assert [(layer.early, layer.update_phase) for layer in program.layers] == [(1, 2)] * LAYERS
+    for kind, scalars in ((UpdateShard, ["scalars1"]), (Validate, ["scalars1", "scalars2"])):
+        ops = [
+            op for op in program.ops() if isinstance(op, kind) and op.phase == 2 and op.layer == 1
+        ]
+        (values,) = ([program.values[number] for number in op.reads] for op in ops)
+        assert [value.name for value in values if value.kind is Kind.SCALARS] == scalars
+
+
 def test_only_scalars_that_a_layer_reads_are_assumed():
     def change(grads, loss):
         finite = rt.all_finite(grads)
@@ -165,6 +183,36 @@ def test_a_norm_above_zero_is_expected_of_gradients_that_are_not_zero():
         return jax.tree.map(lambda g: jnp.where(norm > 0, g, jnp.zeros_like(g)), grads)
 
     assert assumed(speculations(change=change)) == [{True}] * LAYERS
+
+
+def test_the_summary_names_the_layers_and_why_others_wait():
+    how = {"stages": 3, "data_parallel": 2, "validation": "deferred"}
+    report = lowered(clipped(optax.sgd(0.1)), **how)
+    assert "Validation deferred for 3 of 3 layers: l0 l1 l2" in report.summary()
+
+    def change(grads, loss):
+        norm = optax.tree.norm(grads)
+        return {**skipping(grads, loss), "l1": jax.tree.map(lambda g: g / norm, grads["l1"])}
+
+    report = lowered(optax.sgd(0.1), change, **how).summary()
+    assert "Validation deferred for 2 of 3 layers: l0 l2\nWaiting" in report
+    assert "\n  l1: `add` takes a value of all layers (test_speculation.py:" in report
+    assert max(map(len, report.splitlines())) <= 80
+    assert "no layer waits" in lowered(optax.sgd(0.1), **how).summary()
+    assert "deferred" not in lowered(clipped(optax.sgd(0.1)), stages=3).summary()
+
+
+def test_validation_is_deferred_only_where_views_are_gathered_early():
+    how: dict[str, Any] = {"optimizer": clipped(optax.sgd(0.1)), "stages": 3}
+    how["validation"] = "deferred"
+    assert all(layer.deferred for layer in lowered(**how).program.layers)
+    off: Any
+    for off in ({"update_prefetch": False}, {"schedule": "1f1b"}, {"schedule": "gpipe"}):
+        program = lowered(**how, **off).program
+        assert program.settings.validation == "immediate"
+        assert not any(layer.deferred for layer in program.layers)
+    with pytest.raises(OptionError, match="validation='late' is not known; choose one of"):
+        rt.train_step(validation="late")
 
 
 @pytest.mark.parametrize(
