@@ -97,6 +97,13 @@ class Plan:
     assumed: tuple[str, ...]
     why_not: tuple[WhyNot, ...]
 
+    def __post_init__(self) -> None:
+        wanted = self.configuration.stages
+        if not self.stages or (self.configuration.runs and len(self.stages) != wanted):
+            raise PlanError(
+                f"stages: expected one entry for each of the configuration's {wanted} stages, found {len(self.stages)}."
+            )
+
     def bound(self, lower: Callable[[Plan], Lowered]) -> Plan:
         """This plan, with the step that it is for."""
         bound = dataclasses.replace(self)
