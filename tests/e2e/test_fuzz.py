@@ -9,7 +9,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.fuzz import Trial, check, strategies
+from tests.fuzz import TOLERANCE, Trial, check, strategies
 
 ONE_BY_ONE = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -47,6 +47,6 @@ def test_the_line_that_runs_a_trial_again_runs():
 
 
 def test_a_failure_says_how_to_run_it_again(monkeypatch):
-    monkeypatch.setattr("tests.fuzz.TOLERANCE", -1.0)
+    monkeypatch.setitem(TOLERANCE, "float64", -1.0)
     with pytest.raises(AssertionError, match=r"""python -m tests.fuzz '\{"stages": 2\}'"""):
         check(Trial(stages=2))
