@@ -14,7 +14,6 @@ import pytest
 from ratrain_jax.checkpoints.storage import UNFINISHED
 
 ROOT = Path(__file__).parents[2]
-STEPS = 12
 LINGERS = 0.03
 """Seconds, at most, at each dangerous place of a save."""
 
@@ -22,9 +21,9 @@ LINGERS = 0.03
 class Child:
     """A process of the run, and what it told."""
 
-    def __init__(self, folder, cache, output):
+    def __init__(self, folder, steps, cache, output):
         self.output = output
-        command = [sys.executable, "-m", "tests.kills", str(folder), str(STEPS), str(LINGERS)]
+        command = [sys.executable, "-m", "tests.kills", str(folder), str(steps), str(LINGERS)]
         env = {
             **os.environ,
             "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -69,9 +68,9 @@ def unfinished(folder):
 
 
 def strike(child, folder, rng, seconds, in_a_save):
-    """Kills at a random moment of a life, or of a save."""
+    """Kills at a random moment of a life: up to some seconds from its start, or in a save."""
     if in_a_save:
-        first = rng.randrange(4)
+        first = rng.randrange(3, 7)
         child.wait_for(lambda: len(child.told("step")) >= first and unfinished(folder))
         time.sleep(rng.uniform(0, 6 * LINGERS))
     else:
@@ -83,12 +82,14 @@ def strike(child, folder, rng, seconds, in_a_save):
 @pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_runs_end_as_if_they_were_not(kills, tmp_path):
     rng = random.Random(kills)
+    steps, cache = 3 * kills, tmp_path / "cache"
+    alone = Child(tmp_path / "alone", steps, cache, tmp_path / "alone.txt")
     started = time.monotonic()
-    alone = Child(tmp_path / "alone", tmp_path / "cache", tmp_path / "alone.txt")
-    alone.close()
+    alone.wait_for(lambda: len(alone.told("step")) >= 4)
     seconds = time.monotonic() - started
+    alone.close()
     (wanted,) = alone.told("end")
-    assert alone.told("step") == list(range(STEPS))
+    assert alone.told("step") == list(range(steps))
 
     killed = hit = lives = runs = 0
     while killed < kills:
@@ -96,7 +97,7 @@ def test_killed_runs_end_as_if_they_were_not(kills, tmp_path):
         ended, runs = [], runs + 1
         while not ended:
             before = whole(folder)
-            child = Child(folder, tmp_path / "cache", tmp_path / f"life_{lives}.txt")
+            child = Child(folder, steps, cache, tmp_path / f"life_{lives}.txt")
             lives += 1
             if killed < kills and strike(child, folder, rng, seconds, in_a_save=killed % 2 == 0):
                 killed += 1
