@@ -164,5 +164,7 @@ def _check_present(table: Mapping[str, Any], key: str) -> None:
         if isinstance(node, list):
             node = {entry.get("name"): entry for entry in node if isinstance(entry, Mapping)}
         if not isinstance(node, Mapping) or part not in node:
-            raise MachineError(f"assumed names {key!r}, which is no key of this file; correct it.")
+            raise MachineError(
+                f"assumed names {shown(key)}, which is no key of this file; correct it."
+            )
         node = node[part]

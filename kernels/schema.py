@@ -142,4 +142,5 @@ def _hint(field: Any) -> str:
 
 
 def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
+    key = f"{where}.{name}" if where else name
+    return key if len(key) <= 2 * _SHOWN else f"{key[: 2 * _SHOWN]} ..."

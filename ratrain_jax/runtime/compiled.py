@@ -135,7 +135,8 @@ class Compiled:
             What the step returns, and the measured run.
         """
         devices = [[device.id for device in group.devices] for group in self._groups]
-        with telling(args[:1]), Watcher(self._program, devices) as watcher:
+        watcher = Watcher(self._program, devices)
+        with telling(args[:1]), watcher.held, watcher:
             tables = self._enter(args)
             watcher.begin()
             self._launch(tables, watcher.watch)

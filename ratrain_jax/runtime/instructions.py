@@ -140,11 +140,11 @@ class Inbox:
     __slots__ = ("_giver", "_queue")
 
     def __init__(self, giver: threading.Lock | None = None) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, Bundle] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()
         self._giver = giver
 
-    def put(self, value: int, bundle: Bundle) -> None:
-        """Hands a value over."""
+    def put(self, value: Any, bundle: Any) -> None:
+        """Hands a value over, by its number."""
         self._queue.put((value, bundle))
 
     def stop(self) -> None:
@@ -154,12 +154,13 @@ class Inbox:
     def fetch(self, value: int, table: dict[int, Bundle]) -> None:
         """Takes what comes until `value` is in the table."""
         while value not in table:
-            item = self._next()
+            item = self.next()
             if item is None:
                 raise Stopped
             table[item[0]] = item[1]
 
-    def _next(self) -> tuple[int, Bundle] | None:
+    def next(self) -> tuple[Any, Any] | None:
+        """What comes next; None if nothing more will."""
         while True:
             # Asked before the wait: what was given before the other left comes first.
             left = self._giver is not None and not self._giver.locked()

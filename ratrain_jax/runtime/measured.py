@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ import jax
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.program import Op, Program
-from ratrain_jax.runtime.instructions import LINK, THREAD_OF, Bundle, Instruction
+from ratrain_jax.runtime.instructions import LINK, THREAD_OF, Bundle, Inbox, Instruction
 from ratrain_jax.stacked_leaf import StackedLeaf
 
 if TYPE_CHECKING:
@@ -113,24 +112,31 @@ class MeasuredRun:
 class Watcher:
     """Collects the ends of ops while a step runs. Use `watch` as the runtime's hook, then `finish`.
 
-    It is a context, at whose end no thread of it is left, whatever came up.
+    It is a context, behind which no thread of it is left. A Ctrl-C may come at any moment; so its lock must be held around
+    it: once that is released, the threads end by themselves.
 
     Args:
         program: what runs.
         devices: ids of each stage's devices, in rank order.
+
+    Attributes:
+        held: the lock.
     """
 
     def __init__(self, program: Program, devices: Sequence[Sequence[int]]) -> None:
         self._program = program
         self._devices = devices
         self._start = time.perf_counter()
-        self._queues: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}
+        self.held = threading.Lock()
+        self._queues: dict[tuple[int, int], Inbox] = {}
         self._threads: list[threading.Thread] = []
         self._records: list[_Record] = []
         self._errors: list[Exception] = []
-        self._lock = threading.Lock()
 
     def __enter__(self) -> Watcher:
+        # All threads start before the step: a Ctrl-C in the midst of a start is none in the midst of a step.
+        for lane in {_lane(op) for ops in self._program.order for op in ops}:
+            self._open(lane)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,14 +149,11 @@ class Watcher:
     def watch(self, instruction: Instruction, made: Sequence[Bundle]) -> None:
         """Notes a launch."""
         launched = time.perf_counter() - self._start
-        lane = (THREAD_OF.get(type(instruction.op), LINK), instruction.op.stages[-1])
+        lane = _lane(instruction.op)
         marks = self._marks(instruction.op, made)
         record = _Record(instruction.op, lane[0], launched, {})
-        with self._lock:
-            self._records.append(record)
-            if lane not in self._queues:
-                self._open(lane)
-        self._queues[lane].put((record, marks))
+        self._records.append(record)
+        self._queues[lane].put(record, marks)
 
     def _marks(self, op: Op, made: Sequence[Bundle]) -> dict[_Place, Any]:
         """For each device that made something, an array that is ready once it has."""
@@ -168,19 +171,19 @@ class Watcher:
         return found
 
     def _open(self, lane: tuple[int, int]) -> None:
-        self._queues[lane] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._wait, args=(self._queues[lane],), daemon=True)
+        self._queues[lane] = items = Inbox(giver=self.held)
+        thread = threading.Thread(target=self._wait, args=(items,), daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _wait(self, items: queue.SimpleQueue[Any]) -> None:
+    def _wait(self, items: Inbox) -> None:
         try:
             self._take(items)
         except Exception as error:  # of an op that failed
             self._errors.append(error)
 
-    def _take(self, items: queue.SimpleQueue[Any]) -> None:
-        while (item := items.get()) is not None:
+    def _take(self, items: Inbox) -> None:
+        while (item := items.next()) is not None:
             record, marks = item
             while marks:
                 # Only those that are ready count now, lest one device is taken to end no sooner than another.
@@ -205,10 +208,15 @@ class Watcher:
 
     def _close(self) -> None:
         for items in self._queues.values():
-            items.put(None)
+            items.stop()
         for thread in self._threads:
             if thread.is_alive():  # a Ctrl-C may have kept it from its start
                 thread.join()
+
+
+def _lane(op: Op) -> tuple[int, int]:
+    """The thread that launches an op, and the stage that it is seen on."""
+    return THREAD_OF.get(type(op), LINK), op.stages[-1]
 
 
 _Place = tuple[int, int]

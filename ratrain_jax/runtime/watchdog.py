@@ -161,11 +161,23 @@ class Flight:
 
     def look(self) -> bool:
         """Forgets what has ended; whether that is the whole step."""
-        for ops in list(self._pending.values()):
-            while ops and _ended(ops[0][1]):
-                ops.popleft()
+        lanes = list(self._pending.values())
+        while any(self._forget_first(ops) for ops in lanes):
+            pass
         whole = all(n == len(t) for n, t in zip(self._launched, self._threads, strict=True))
         return (whole or self._given_up) and not any(list(self._pending.values()))
+
+    def _forget_first(self, ops: collections.deque[tuple[Instruction, Any]]) -> bool:
+        """Forgets the first op of a lane if it has ended; whether it had."""
+        if not ops:
+            return False
+        instruction, mark = ops[0]
+        ended = _ended(mark)
+        if ended is None:
+            ended = self._cause(instruction, self._late()) is None
+        if ended:
+            ops.popleft()
+        return ended
 
     def progress(self) -> tuple[int, ...]:
         """Numbers that change as it makes progress."""
@@ -174,7 +186,7 @@ class Flight:
     def waiting(self) -> list[str]:
         """For each thread and stage its first op that has not ended, and why: those that run first."""
         heads = {lane: ops[0][0] for lane, ops in list(self._pending.items()) if ops}
-        late = {value: i for i in self._late() for value in i.writes}
+        late = self._late()
         found: list[tuple[int, str]] = []
         for lane, instruction in sorted(heads.items()):
             cause = self._cause(instruction, late)
@@ -197,10 +209,10 @@ class Flight:
             )
         return [line for _, line in sorted(found, key=lambda item: item[0])]
 
-    def _late(self) -> Iterator[Instruction]:
-        """What was launched and has not ended."""
-        for ops in list(self._pending.values()):
-            yield from (instruction for instruction, _ in list(ops))
+    def _late(self) -> dict[int, Instruction]:
+        """What was launched and has not ended, by value."""
+        pending = [item for ops in list(self._pending.values()) for item in list(ops)]
+        return {value: instruction for instruction, _ in pending for value in instruction.writes}
 
     def _missing(self, thread: int) -> dict[int, Instruction]:
         """What the other thread has not launched, by value."""
@@ -226,12 +238,13 @@ def _mark(made: Sequence[Bundle]) -> Any:
     return weakref.ref(array) if len(array.sharding.device_set) > 1 else _behind(array)
 
 
-def _ended(mark: Any) -> bool:
+def _ended(mark: Any) -> bool | None:
+    """Whether an op has ended; None where that cannot be seen any more: then it has if what it reads is there."""
     array = mark() if isinstance(mark, weakref.ref) else mark
     try:
-        return array is None or array.is_deleted() or array.is_ready()
+        return None if array is None or array.is_deleted() else array.is_ready()
     except RuntimeError:  # used up just now
-        return True
+        return None
 
 
 @functools.partial(jax.jit, keep_unused=True)
