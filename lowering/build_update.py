@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ratrain_jax.lowering.program import Borrow, PrefetchView, UpdateShard, Validate
-from ratrain_jax.lowering.sheet import GATHER, UPDATE, Sheet
+from ratrain_jax.lowering.sheet import GATHER, TRANSFER, UPDATE, Sheet
 
 
 class UpdateTasks:
@@ -58,15 +58,13 @@ class UpdateTasks:
             sheet.add(op, seconds, (GATHER, layer), closes=closes)
 
     def chain(self, layer: int) -> tuple[int, int] | None:
-        """The layer's chain in its stage's window, where its update follows its sync at once."""
-        if not self.sheet.settings.update_prefetch or self._waits(layer):
+        """The layer's chain in its stage's window, where its update follows its sync at once.
+
+        Not so where it is to be validated: its gradient lives longer, and no sync that a reduction waits for may wait for views.
+        """
+        if not self.sheet.settings.update_prefetch or self.code.update.layers[layer].phase:
             return None
         return (self.code.stage_of[layer], layer)
-
-    def _waits(self, layer: int) -> bool:
-        """Whether a layer's last update waits for a reduction."""
-        early = self.sheet.early[layer]
-        return (self.code.update.layers[layer].phase if early is None else early) > 0
 
     def update(self, layer: int, phase: int) -> None:
         """One phase of a layer's update; the last is followed by the views of the next step."""
@@ -127,8 +125,9 @@ class UpdateTasks:
         op = UpdateShard(stage, reads, (*partials, *new), (), layer=layer, phase=update.phase)
         seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
         chain, held = self._window_of_update(layer)
-        # Behind the partials, for which all layers wait.
-        sheet.add(op, seconds, (UPDATE, phase, 2, layer), opens=chain, held=held)
+        # On stage 0 between backwards, for whose gradients nobody waits, so that gathers hide behind them; else in the drain.
+        rank = (UPDATE, phase, 2, layer) if stage else (TRANSFER, layer)
+        sheet.add(op, seconds, rank, opens=chain, held=held)
         views: dict[tuple[int, int], int] = {}
         self.gather(layer, new[0], views, opens=True)
         self._early[layer] = (*partials, *new, *views.values())
@@ -144,7 +143,7 @@ class UpdateTasks:
         writes = (*self._partials(layer, phase), *kept)
         sheet.outputs += kept
         op = Validate(stage, reads, writes, (*own, *early), layer=layer, phase=phase)
-        sheet.add(op, 0.0, (UPDATE, phase, 1, layer))
+        sheet.add(op, 0.0, (GATHER, layer))
 
     def _first_updated(self, stage: int) -> int | None:
         """Without prefetch, the layer that is synchronised last: if it goes first, no update overlaps with a sync."""
@@ -156,10 +155,10 @@ class UpdateTasks:
         return owners[0] if self.sheet.settings.layerwise_state else owners[-1]
 
     def _window_of_update(self, layer: int) -> tuple[tuple[int, int] | None, int]:
-        """A chain that had to wait for a reduction opens with its update; with it, the bytes that it holds."""
+        """A chain that a reduction decides on opens with its update; with it, the bytes that it holds."""
         sheet, stage = self.sheet, self.code.stage_of[layer]
         held = sheet.bytes(self.gradients[layer]) + sheet.bytes(sheet.views[stage, layer])
-        late = sheet.settings.update_prefetch and self._waits(layer)
+        late = sheet.settings.update_prefetch and self.code.update.layers[layer].phase > 0
         return ((stage, layer) if late else None), held
 
     def _partials(self, layer: int, phase: int) -> list[int]:

@@ -341,6 +341,8 @@ class Validate(Op):
 
     layer: int = 0
     phase: int = 1
+    # It waits for a gather, which must not hold up the next step's first forward.
+    lane: ClassVar[Lane] = Lane.LINK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

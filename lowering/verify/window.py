@@ -1,8 +1,7 @@
 """Checks the bounds on what a stage has in flight: state chains, and recovered microbatches.
 
 A layer's state chain is in flight from the sync that makes its gradient final (or from its last
-UpdateShard, if that waits for a global reduction) to its PrefetchView, also where that view is not
-yet validated. The bound holds where views
+UpdateShard, if a global reduction decides on that) to its PrefetchView. The bound holds where views
 are gathered behind their updates; without that there is nothing to look ahead to.
 """
 
@@ -67,11 +66,10 @@ def _opens(shape: Shape, op: Op) -> int | None:
             tied = bool(shape.borrowers[op.layer])
             final = op.microbatch is None or (op.microbatch == last and not tied)
             at_home = layers[op.layer].stage == op.stage
-            return op.layer if final and at_home and not layers[op.layer].waits else None
+            return op.layer if final and at_home and not layers[op.layer].update_phase else None
         case UpdateShard() if op.layer is not None and op.phase:
-            layer = shape.program.layers[op.layer]
-            final = op.phase == layer.update_phase
-            return op.layer if final and layer.waits else None
+            final = op.phase == shape.program.layers[op.layer].update_phase
+            return op.layer if final else None
     return None
 
 

@@ -217,14 +217,14 @@ class _Builder:
                 if op.microbatch in (None, last):
                     final[op.layer] = n
             elif isinstance(op, UpdateShard) and op.layer is not None:
-                if self._phase(op.layer) and op.phase == self.program.layers[op.layer].update_phase:
+                if 0 < op.phase == self._phase(op.layer):
                     final[op.layer] = n
             elif isinstance(op, PrefetchView) and op.layer in final:
                 closers.append(n)
         return sorted(final.values()), closers
 
     def _phase(self, layer: int) -> int:
-        return self.program.layers[layer].waits
+        return self.program.layers[layer].update_phase
 
     def _held(self, opener: int) -> int:
         """Bytes of the gradient and the new view of the layer whose chain an op opens."""

@@ -3,7 +3,8 @@
 Terms.
     A **bar** is an op in one lane of one stage; an op between stages is a bar in each of them. Its **kind** decides its
     colour. A bar of the link lane is **exposed** for as long as the compute lane of its stage is idle meanwhile, else hidden.
-    An **arrow** leads from the gather of a view to the forward that waited for it, which may be the next step's first.
+    An **arrow** leads from the gather of a view, or from its validation where that is deferred, to the forward that waited
+    for it, which may be the next step's first.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def _arrows(program: Program, bars: Sequence[Bar]) -> tuple[tuple[int, int], ...
     return tuple(
         (place, first[value])
         for place, bar in enumerate(bars)
-        if isinstance(bar.op, PrefetchView) and not bar.next_step
+        if isinstance(bar.op, (PrefetchView, Validate)) and not bar.next_step
         for value in bar.op.writes
         if value in first
     )

@@ -6,10 +6,10 @@ import pytest
 
 import ratrain_jax as rt
 from ratrain_jax.lowering.memory import memory_analysis
-from ratrain_jax.lowering.program import Forward, Lane, PrefetchView
+from ratrain_jax.lowering.program import Forward, Lane, PrefetchView, Validate
 
 
-def _step(**settings):
+def _step(check=False, **settings):
     @rt.train_step(stages=2, data_parallel=2, microbatches=4, boundaries=("b",), **settings)
     def step(state, x):
         def loss_fn(params):
@@ -17,6 +17,8 @@ def _step(**settings):
             return ((hidden @ params["b"]) ** 2).mean()
 
         loss, grads = rt.value_and_grad(loss_fn)(state)
+        if check:
+            grads = rt.select_tree(rt.all_finite(grads), grads, jax.tree.map(jnp.zeros_like, grads))
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
     state = {
@@ -47,6 +49,12 @@ def test_exposed_and_hidden_communication_are_the_timelines(timeline):
         # Sends in and out run at once, so what is exposed twice over counts once in the timeline.
         assert sum(b.exposed for b in bars) >= exposed * (1 - 1e-9)
         assert all(0 <= b.exposed <= b.end - b.start + 1e-12 for b in bars)
+
+
+def test_arrows_lead_from_validations_where_these_are_deferred():
+    chart = rt.simulate(_step(check=True, validation="deferred"), "a100").chart
+    assert [type(chart.bars[source].op) for source, _ in chart.arrows] == [Validate, Validate]
+    assert all(chart.bars[target].next_step for _, target in chart.arrows)
 
 
 def test_arrows_lead_from_gathers_to_the_forward_that_reads_the_view(timeline):
