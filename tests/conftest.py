@@ -1,7 +1,10 @@
 """Gives every test sixteen CPU devices. Loaded by pytest before any test module, hence before JAX."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,6 +39,16 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
             ),
         ]
     )
+
+# Many tests compile the same programs: in one run each is compiled once, by whichever worker comes first.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.mkdtemp(prefix="compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 # Compiling takes as long as it takes, and CI should fail on what a change broke, not on chance.
 settings.register_profile("ratrain", deadline=None, derandomize="CI" in os.environ)
