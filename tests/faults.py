@@ -12,7 +12,7 @@ import sys
 import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
 import jax.numpy as jnp
@@ -134,12 +134,12 @@ def alarm(seconds):
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
 
 
-def callback_raises(data_parallel):
-    """A function of the host raises in the middle of a step."""
+def callback_raises(data_parallel, where="everywhere"):
+    """A function of the host raises in the middle of a step, on each device or on one."""
     armed = []
 
     def maybe():
-        if armed:
+        if armed and (where == "everywhere" or armed.pop()):
             raise ValueError("armed")
 
     step = make_step(int(data_parallel), called(maybe))

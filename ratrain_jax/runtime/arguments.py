@@ -41,8 +41,8 @@ def check_arguments(signature: Signature, args: Sequence[Any]) -> list[Any]:
             )
         if isinstance(leaf, (jax.Array, StackedLeaf)) and leaf.is_deleted():
             raise kind(
-                f"{name} was used up, by an earlier step or by other code. Go on from the newest state, or if that step"
-                " failed from a checkpoint; donate_state=False keeps old ones."
+                f"{name} was used up, by an earlier step or by other code. Go on from the newest state, or from a"
+                " checkpoint if that step failed; donate_state=False keeps old ones."
             )
     return leaves
 

@@ -55,7 +55,7 @@ class Flights:
                 _wait(jax.tree.leaves(args))
             except jax.errors.JaxRuntimeError as error:
                 raise StateError(
-                    "the state or the batch comes from a step that failed, as said above. Go on from a checkpoint."
+                    "the state or the batch comes from a step that failed; its own error stands above. Go on from a checkpoint."
                 ) from error
             self._failed = False
 

@@ -23,8 +23,8 @@ import pytest
 
 import ratrain_jax as rt
 from ratrain_jax.errors import BatchError, OptionError, StateError
-from ratrain_jax.runtime import flights
-from ratrain_jax.runtime.executables import shared_library
+from ratrain_jax.runtime import flights, launches, workers
+from ratrain_jax.runtime.executables import WORKERS, shared_library
 from ratrain_jax.runtime.groups import Group, make_groups
 from ratrain_jax.runtime.instructions import COMPUTE, LINK
 from ratrain_jax.runtime.nans import nan_check
@@ -169,6 +169,41 @@ def test_debug_infs_are_found_too_but_not_in_residuals(compiled):
         if kinds[0] != "residuals":
             with pytest.raises(FloatingPointError, match=rf"\(inf\) in the {kinds[0]} .* on stage"):
                 check(instruction, bundles)
+
+
+class Failed:
+    """What an op that failed on its device has made."""
+
+    def is_deleted(self):
+        return False
+
+    def is_ready(self):
+        return True
+
+    def block_until_ready(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: of a device")
+
+
+def test_a_state_that_a_failed_step_made_is_refused_and_a_good_one_is_not():
+    known, good = flights.Flights(), jnp.ones(3)
+    known.add([Failed()])
+    known.admit([{"w": good, "numbers": 1}])
+    known.add([Failed()])
+    for _ in range(2):
+        with pytest.raises(StateError, match="comes from a step that failed") as caught:
+            known.admit([{"w": Failed()}])
+        assert "of a device" in str(caught.value.__cause__)
+    known.admit([{"w": good}])
+    known.admit([{"w": Failed()}])  # nothing is known to have failed since
+
+
+def test_launches_behind_one_that_failed_take_no_harm(compiled):
+    expected = losses(compiled, make_state())
+    for key in list(launches._tokens):
+        launches._tokens[key].extend([Failed()] * launches.UNDER_WAY)
+    for key in list(launches._turns):
+        launches._turns[key] = Failed()
+    assert losses(compiled, make_state()) == expected
 
 
 # What is refused before the step begins.
@@ -334,8 +369,32 @@ def test_a_ctrl_c_while_compiling_asks_for_no_more_and_the_next_compile_is_whole
         assert losses(lowered.compile(), make_state())
 
 
+def test_a_ctrl_c_while_compiling_drops_what_waits_for_its_turn(monkeypatch):
+    lowered = rt.train_step(stages=2, microbatches=8)(sgd).lower(make_state(), make_batch())
+    real, calls, free = Group.compile, [], threading.Event()
+
+    def first_alone(self, *args):
+        calls.append(args)
+        assert len(calls) == 1 or free.wait(60)
+        return real(self, *args)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "compile", first_alone)
+        with pytest.raises(KeyboardInterrupt):
+            lowered.compile(progress=stop)
+        free.set()
+        until(lambda: not any(busy.locked() for busy in workers._busy))
+    assert len(calls) <= 1 + WORKERS
+    compiled = lowered.compile()
+    assert compiled.executables > len(calls)
+    assert losses(compiled, make_state())
+
+
 def test_what_failed_to_compile_is_compiled_when_asked_for_again(monkeypatch):
-    lowered = rt.train_step(stages=2, microbatches=2)(sgd).lower(make_state(), make_batch())
+    lowered = rt.train_step(stages=2, microbatches=4)(sgd).lower(make_state(), make_batch())
     groups = make_groups(2, 1, None, {})
     library = shared_library(lowered.code.fingerprint, groups)  # as if another step had it
     real, failed = Group.compile, []
@@ -357,8 +416,8 @@ def test_what_failed_to_compile_is_compiled_when_asked_for_again(monkeypatch):
 # In processes of their own.
 
 
-def start(*words):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": FLAGS}
+def start(*words, flags=""):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{FLAGS} {flags}"}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.faults", *map(str, words)],
         env=environment,
@@ -411,11 +470,22 @@ def test_a_script_that_catches_ctrl_c_goes_on_from_what_it_saved(seed):
     assert (code, out) == (0, "caught 4\n"), errors[-3000:]
 
 
-def test_a_function_of_the_host_that_raises_and_what_is_good_after_it():
-    code, out, errors = ended(start("callback_raises", 1))
+@pytest.mark.parametrize("data_parallel", [1, 2])
+def test_a_function_of_the_host_that_raises_and_what_is_good_after_it(data_parallel):
+    code, out, errors = ended(start("callback_raises", data_parallel))
     assert code == 0, errors[-3000:]
-    assert out.splitlines()[0] == "raised True"
-    assert out.splitlines()[-1] == "again True"
+    told = out.splitlines()
+    # With one device a stage it may raise in the launch; the state is then still good.
+    assert told == ["raised True", *["refused True"] * (len(told) - 2), "again True"]
+    assert data_parallel == 1 or len(told) == 3
+
+
+def test_a_function_of_the_host_that_raises_on_one_device_while_others_wait_ends_the_process():
+    flags = "--xla_cpu_collective_call_terminate_timeout_seconds=2"
+    flags += " --xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
+    code, _, errors = ended(start("callback_raises", 2, "once", flags=flags))
+    assert code == -signal.SIGABRT, errors[-3000:]
+    assert "ValueError: armed" in errors and "Termination timeout" in errors
 
 
 def test_memory_that_really_runs_out_is_an_error_of_jax():
