@@ -15,6 +15,7 @@ import click
 from ratrain_jax import __version__
 from ratrain_jax.cli.bench import bench
 from ratrain_jax.cli.completion import completion
+from ratrain_jax.cli.failures import told
 from ratrain_jax.cli.inspect import inspect
 from ratrain_jax.cli.machines import list_machines
 from ratrain_jax.cli.options import quiet_option
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = cli.main(given, prog_name="ratrain", standalone_mode=False, obj=given)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
     except (RATrainError, click.ClickException) as error:
         _end(error.format_message() if isinstance(error, click.ClickException) else str(error), 2)
     except (click.Abort, KeyboardInterrupt):
@@ -62,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except OSError as error:
         _end(f"{error.filename or 'the file'}: {error.strerror or error}.", 2)
+    except Exception as error:
+        message = told(error)
+        if message is None:
+            raise
+        _end(message, 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 

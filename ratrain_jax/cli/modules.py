@@ -69,16 +69,17 @@ def source_of(asked: Asked, step: Any) -> Source:
         step: the step.
 
     Raises:
-        OptionError: it is no step, or its state or batch is not to be found.
+        OptionError: it is no step, its state or batch is not to be found, or it takes another number of arguments.
     """
     assert asked.target is not None
     if not callable(step):
         raise OptionError(
-            f"{asked.target} is a {type(step).__name__}; name a step, or what its lower() or rt.plan gave."
+            f"{asked.target} is of type {type(step).__name__}; name a step, or what its lower() or rt.plan gave."
         )
     home = asked.target.rpartition(":")[0]
     places = [_argument(asked.state, home, "state")]
     places += [_argument(batch, home, "batch") for batch in asked.batch or (None,)]
+    _check_arguments(asked.target, step, [name for name, _ in places])
     types = tuple(_types(name, place) for name, place in places)
 
     def values() -> tuple[Any, ...]:
@@ -109,6 +110,10 @@ def _module(name: str) -> ModuleType:
         raise OptionError(
             f"cannot import {name!r}: {error}; give a module or a .py file that Python can import here."
         ) from error
+    except SystemExit as error:
+        raise OptionError(
+            f'{name!r} ends Python when it is imported; let it do so only under `if __name__ == "__main__":`.'
+        ) from error
 
 
 def _look_in(folder: str) -> None:
@@ -119,15 +124,29 @@ def _look_in(folder: str) -> None:
 def _argument(given: str | None, home: str, what: str) -> tuple[str, Any]:
     """Where an argument comes from, and what is there."""
     if given is not None:
-        return given, load(given, f"the {what}")
+        name = given if ":" in given else f"{home}:{given}"
+        return name, load(name, f"the {what}")
     module = _module(home)
     for name in (what, f"make_{what}"):
         if hasattr(module, name):
             return f"{home}:{name}", getattr(module, name)
     raise OptionError(
         f"the types of the {what} are not known: {home!r} has neither '{what}' nor 'make_{what}'; name one with"
-        f" --{what} module:name, a value or a function without arguments."
+        f" --{what}, a value or a function without arguments."
     )
+
+
+def _check_arguments(target: str, step: Callable[..., Any], given: list[str]) -> None:
+    try:
+        signature = inspect.signature(step)
+        signature.bind(*given)
+    except ValueError:  # some callables of C have no signature
+        return
+    except TypeError as error:
+        raise OptionError(
+            f"{target} takes {signature}, and is given {', '.join(given)}; give --batch once for each argument behind"
+            " the state."
+        ) from error
 
 
 def _types(name: str, place: Any) -> Any:

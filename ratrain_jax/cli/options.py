@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ class Asked:
 
     Attributes:
         target: `module:attribute`, or a file; None for a model.
-        state: where the state is, `module:attribute`; None for the usual names.
+        state: where the state is, `module:attribute` or an attribute of the step's module; None for the usual names.
         batch: likewise, each argument behind the state.
         model: a built-in model's name or a config.json; None without.
         sequence: tokens of an example, of a model.
@@ -93,12 +94,31 @@ def machine_option(required: bool = False, help: str = "") -> Callable[[F], F]:
     )
 
 
+class Output(click.Path):
+    """A file to write, in a folder that is there: what cannot be written is told before the work."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path as it is."""
+        path = super().convert(value, param, ctx)
+        folder = os.path.dirname(path) or os.curdir
+        if not os.path.isdir(folder):
+            self.fail(f"{path}: there is no folder {folder}; make it, or name another.", param, ctx)
+        if not os.path.exists(path) and not os.access(folder, os.W_OK):
+            self.fail(
+                f"{path}: nothing can be written in {folder}; name another folder.", param, ctx
+            )
+        return path
+
+
 def output_option(help: str, required: bool = False) -> Callable[[F], F]:
     """`-o`, a file to write."""
     return click.option(
         "-o",
         "--output",
-        type=click.Path(dir_okay=False, writable=True),
+        type=Output(),
         required=required,
         help=help,
     )
@@ -163,13 +183,13 @@ _SETTINGS = {
 _SOURCE_OPTIONS = (
     click.option(
         "--state",
-        metavar="MODULE:NAME",
-        help="The state, its types, or a function without arguments that makes it; 'state' or"
-        " 'make_state' of the step's module unless given.",
+        metavar="[MODULE:]NAME",
+        help="The state, its types, or a function without arguments that makes it, of the step's module unless another"
+        " is named; 'state' or 'make_state' unless given.",
     ),
     click.option(
         "--batch",
-        metavar="MODULE:NAME",
+        metavar="[MODULE:]NAME",
         multiple=True,
         help="The batch, likewise; once for each argument behind the state.",
     ),

@@ -37,7 +37,7 @@ def _space_options(function: Any) -> Any:
 
 
 @click.command(
-    epilog="Example: ratrain plan --model llama2-7b --machine mt3000 --clusters 256 --global-batch 2048"
+    epilog="Example: ratrain plan --model llama2-7b --machine mt3000 --clusters 256 --global-batch 2048 -o plan.json"
 )
 @source_options
 @machine_option(required=True)

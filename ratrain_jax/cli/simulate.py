@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import click
 
-from ratrain_jax.cli.options import Asked, json_option, machine_option, quiet_option, target_options
+from ratrain_jax.cli.options import (
+    Asked,
+    Output,
+    json_option,
+    machine_option,
+    quiet_option,
+    target_options,
+)
 from ratrain_jax.cli.output import note, show, working
 from ratrain_jax.cli.simulated import profile_option, simulated
 
@@ -19,12 +26,12 @@ from ratrain_jax.cli.simulated import profile_option, simulated
 @profile_option
 @click.option(
     "--perfetto",
-    type=click.Path(dir_okay=False, writable=True),
+    type=Output(),
     help="Write a trace that ui.perfetto.dev opens.",
 )
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False, writable=True),
+    type=Output(),
     help="Write a picture: .png, .svg or .pdf.",
 )
 @json_option

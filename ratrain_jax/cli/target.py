@@ -56,8 +56,8 @@ class Target:
             return self.lowered
         if self.plan is not None:
             raise PlanError(
-                f"{self.name} is a plan without its step; give the model that it is for with --model and the same"
-                " --sequence and --dtype."
+                f"{self.name} is a plan without its step; name the step that it is for and give --plan {self.name}, or"
+                " give its model with --model and the same --sequence and --dtype."
             )
         raise OptionError(
             f"{self.name} is a program without its code; give the step as module:step, or a model with --model."
@@ -112,7 +112,8 @@ def find(asked: Asked) -> Target:
         lowered = found.lowered
         return Target(asked.target, lowered.program, lowered, found)
     source = source_of(asked, found)
-    return _lowered(asked.target, dataclasses.replace(source, step=decorated(source.step, asked)))
+    step = decorated(source.step, asked)
+    return _lowered(asked.target, _as_planned(dataclasses.replace(source, step=step)))
 
 
 def find_source(asked: Asked) -> Source:
@@ -154,6 +155,28 @@ def decorated(step: Callable[..., Any], asked: Asked) -> Step:
     return train_step(**settings)(step)
 
 
+def _as_planned(source: Source) -> Source:
+    """A source whose batch has the examples that the step's plan is for, as `rt.plan` took it."""
+    from ratrain_jax.planning.plan import fingerprint_of
+    from ratrain_jax.tracing import abstract, resized
+
+    step: Any = source.step
+    if getattr(step, "plan", None) is None:
+        return source
+    rows = step.plan.global_batch
+    given = [abstract(arg) for arg in source.types[1:]]
+    batch = resized(given, step.options.batch_argnums, lambda _: rows)
+
+    def values() -> tuple[Any, ...]:
+        if fingerprint_of(given) != fingerprint_of(batch):
+            raise OptionError(
+                f"the plan is for {rows} examples a step, and the batch has another number; name one of {rows} with --batch."
+            )
+        return source.values()
+
+    return dataclasses.replace(source, types=(source.types[0], *batch), values=values)
+
+
 def ask_for_devices(settings: Mapping[str, Any]) -> None:
     """Asks for the CPU devices that settings need, before a module is imported that may use one."""
     if "stages" in settings or "data_parallel" in settings:
@@ -167,7 +190,7 @@ def read_file(path: str) -> tuple[Program | None, Plan | None]:
         path: the file.
 
     Raises:
-        ProgramFormatError, PlanError: it is neither; the message has the spot.
+        ProgramFormatError, PlanError, OptionError: it is neither; the message has the spot.
     """
     from ratrain_jax.lowering import jsonform, text
     from ratrain_jax.planning.plan import Plan
@@ -179,6 +202,12 @@ def read_file(path: str) -> tuple[Program | None, Plan | None]:
         raise ProgramFormatError(
             f"cannot read {path}: {why}; give a step as module:step, or a saved plan or program."
         ) from error
+    if path.endswith(".py"):
+        raise OptionError(f"{path} is a file of steps; name one of them, as in {path}:train_step.")
+    if not content.strip():
+        raise ProgramFormatError(
+            f"{path} is empty; give a step as module:step, or a saved plan or program."
+        )
     try:
         if not content.lstrip().startswith("{"):
             return text.parse(content), None

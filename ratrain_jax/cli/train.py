@@ -137,11 +137,7 @@ def train(
     from ratrain_jax.models import language_model, load_config
     from ratrain_jax.train import train_step
 
-    path = output or "run.jsonl"
-    if os.path.exists(path) and not overwrite:
-        raise OptionError(
-            f"{path} is there already; name another file with -o, or give --overwrite."
-        )
+    path = _free(output or "run.jsonl", overwrite)
     config = load_config(model)
     tokens, words = read_tokens(text, config.vocab)
     optimizer = optax.adamw(learning_rate, b2=0.95, weight_decay=0.1)

@@ -43,6 +43,14 @@ STEP = """
     batch = jax.ShapeDtypeStruct((8, 8), "float32")
     def wide_batch():
         return jnp.ones((16, 8))
+    def long_batch():
+        return jnp.ones((8, 16))
+    def three(state, x, key):
+        return state, x
+    def raises(state, x):
+        raise KeyError("of\\nmy own")
+    def makes_nothing():
+        return [][0]
     def needs(argument):
         return argument
     lowered = step.lower(jax.eval_shape(make_state), batch)
@@ -256,8 +264,18 @@ def test_a_saved_plan_says_the_settings_of_a_step(module, tmp_path, capsys):
     table = json.loads(done("simulate", *given, "--json", capsys=capsys))
     assert (table["settings"]["schedule"], table["step"]["machine"]) == ("gpipe", "generic")
     assert "--zero" in refused("inspect", *given, "--zero", "2", capsys=capsys)
-    batch = ["--batch", f"{module}:wide_batch"]
-    assert "another" in refused("inspect", *given, *batch, capsys=capsys)
+    assert "another" in refused("inspect", *given, "--batch", "long_batch", capsys=capsys)
+
+
+def test_a_plan_says_how_many_examples_a_batch_has(module, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    named = ["--machine", "generic", "--devices", "2", "--global-batch", "8", "--stages", "2"]
+    done("plan", f"{module}:step", *named, "-o", path, capsys=capsys)
+    given = [f"{module}:step", "--plan", path, "--batch", "wide_batch"]
+    table = json.loads(done("inspect", *given, "--json", capsys=capsys))
+    alone = json.loads(done("inspect", *given[:3], "--json", capsys=capsys))
+    assert table == alone
+    assert "of 8 with --batch" in refused("profile", *given, capsys=capsys)
 
 
 # What is refused.
@@ -269,6 +287,8 @@ def test_a_saved_plan_says_the_settings_of_a_step(module, tmp_path, capsys):
         ("nowhere_at_all:step", "nowhere_at_all"),
         ("{module}:nothing", "nothing"),
         ("{module}:number", "int"),
+        ("{module}:three", "(state, x, key)"),
+        ("{module}", ".py:train_step"),
         ("{module}:", "module:name"),
         ("no/such/file.json", "no/such/file.json"),
     ],
@@ -281,6 +301,8 @@ def test_what_cannot_be_found_is_named(target, told, module, capsys):
     ("options", "told"),
     [
         (["--state", "{module}:needs"], "takes arguments"),
+        (["--state", "needs"], "takes arguments"),
+        (["--batch", "batch", "--batch", "batch"], "(state, x)"),
         (["--batch", "{module}:nothing"], "nothing"),
         (["--microbatches", "3"], "8"),
         (["--model", "llama2-7b"], "--model"),
@@ -313,6 +335,53 @@ def test_a_file_that_is_neither_is_named(content, tmp_path, capsys):
     assert "odd.json" in refused("inspect", path, capsys=capsys)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["{module}:raises"], "KeyError: 'of"),
+        (["{module}:step", "--state", "makes_nothing"], "IndexError: list index out of range"),
+        (["{module}:step", "--state", "number"], "TypeError"),
+    ],
+)
+def test_users_code_that_raises_is_one_sentence_with_its_line(
+    options, told, module, capsys, monkeypatch
+):
+    given = [option.format(module=module) for option in options]
+    err = refused("inspect", *given, capsys=capsys)
+    assert f"{module}:" in err and told in err
+    monkeypatch.setenv("RATRAIN_TRACEBACK", "1")
+    with pytest.raises((KeyError, IndexError, TypeError)):
+        cli.main(["inspect", *given])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("x = 1 / 0\n", ":1: ZeroDivisionError"), ("raise SystemExit('hello')\n", "ends Python")],
+)
+def test_a_module_that_raises_is_one_sentence(content, told, tmp_path, capsys):
+    path = tmp_path / "raising_module.py"
+    path.write_text(content)
+    assert told in refused("inspect", f"{path}:step", capsys=capsys)
+
+
+def test_our_own_mistakes_keep_their_traceback(module, monkeypatch):
+    monkeypatch.setattr("ratrain_jax.views.terminal_inspection.inspection", None)
+    with pytest.raises(TypeError):
+        cli.main(["inspect", f"{module}:step"])
+
+
+def test_an_empty_file_is_named(tmp_path, capsys):
+    path = tmp_path / "empty.json"
+    path.write_text("")
+    assert "empty.json is empty" in refused("inspect", path, capsys=capsys)
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    code, out, err = run(capsys=capsys)
+    assert (code, out) == (2, "")
+    assert str(err).startswith("Usage: ratrain")
+
+
 def test_nothing_to_look_at_is_said(capsys):
     assert "module:step" in refused("inspect", capsys=capsys)
     assert "module:step" in refused("plan", *OPTIONS, capsys=capsys)
@@ -332,6 +401,26 @@ def test_types_cannot_be_run(module, capsys):
 def test_a_file_that_cannot_be_written_is_one_sentence(config, tmp_path, capsys):
     path = tmp_path / "nowhere" / "plan.json"
     assert "plan.json" in refused("plan", "--model", config, *OPTIONS, "-o", path, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("report", "-o"), ("profile", "-o"), ("plan", "-o"), ("simulate", "--plot"), ("train", "-o")],
+)
+def test_a_missing_folder_is_told_before_the_work(command, option, tmp_path, capsys):
+    target = "nowhere_at_all:step"
+    if command == "train":
+        target = tmp_path / "text.txt"
+        target.write_text("some text\n")
+    path = tmp_path / "nowhere" / "file"
+    err = refused(command, target, option, path, capsys=capsys)
+    assert "there is no folder" in err and "make it" in err
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ratrain_jax.cli.options.os.access", lambda *_: False)
+    err = refused("report", "a:b", "-o", tmp_path / "report.html", capsys=capsys)
+    assert "nothing can be written in" in err
 
 
 # Simulation, and what commands write.
