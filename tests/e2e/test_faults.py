@@ -23,7 +23,7 @@ import pytest
 
 import ratrain_jax as rt
 from ratrain_jax.errors import BatchError, OptionError, StateError
-from ratrain_jax.runtime import flights, launches, workers
+from ratrain_jax.runtime import flights, instructions, launches, workers
 from ratrain_jax.runtime.executables import WORKERS, shared_library
 from ratrain_jax.runtime.groups import Group, make_groups
 from ratrain_jax.runtime.instructions import COMPUTE, LINK
@@ -327,6 +327,21 @@ def interrupt_everywhere(compiled, call, expected, stride):
     assert outcomes == {"kept", "lost"}
 
 
+def test_a_thread_that_nobody_told_to_stop_sees_that_the_other_is_gone(monkeypatch):
+    """As after a second Ctrl-C, which keeps the first from being told."""
+    monkeypatch.setattr(instructions, "PATIENCE", 0.05)
+    held = threading.Lock()
+    inbox, table = instructions.Inbox(giver=held), {}
+    with held:
+        inbox.put(1, ("one",))
+        inbox.fetch(1, table)
+        inbox.put(2, ("two",))
+    inbox.fetch(2, table)  # what was given before comes first
+    assert table == {1: ("one",), 2: ("two",)}
+    with pytest.raises(instructions.Stopped):
+        inbox.fetch(3, table)
+
+
 @pytest.mark.parametrize("stride", [31, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_ctrl_c_at_any_line_of_a_step(compiled, stride):
     expected = losses(compiled, make_state())
@@ -356,6 +371,24 @@ def test_a_ctrl_c_while_stacked_leaves_come_in():
             assert losses(compiled, state, 1) == expected[1:2]
         assert losses(compiled, params) == expected
     assert kept
+
+
+def test_a_stacked_leaf_of_a_call_that_failed_early_is_not_given_up_by_the_next(monkeypatch):
+    step = rt.train_step(stages=2, data_parallel=2)(scanned)
+    params = {"w": np.stack([np.eye(8, dtype=np.float32)] * 4)}
+    compiled = step.lower(params, make_batch()).compile()
+    expected = losses(compiled, params)
+    state, _ = compiled(params, make_batch())
+
+    def fail(state):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "_enter_state", fail)
+        with pytest.raises(KeyboardInterrupt):
+            compiled(state, make_batch())
+    assert losses(compiled, params) == expected
+    assert losses(compiled, state, 2) == expected[1:]
 
 
 @pytest.mark.parametrize(

@@ -364,6 +364,40 @@ def test_what_is_no_such_file_at_all_is_refused(name, content, folder):
     readable(str(caught.value))
 
 
+FOUND = [  # by these tests: each was a traceback from within
+    ('name = "mt3000"', "name = 3", "name is 3; make it a string"),
+    ('name = "DDR"', "name = [1]", "memories.[1].name is [1]; make it a string"),
+    ("latency = 1e-5", "latency = 1e400", "latency is inf, out of range"),
+    ("cores = 24", f"cores = {'9' * 400}", "cores is 999"),
+    ("cores = 24", f"cores = {'9' * 5000}", "is not valid TOML"),
+    ("cores = 24", "cores = 1.5", "cores is 1.5, which is not a whole number"),
+    ('lanes = ["compute", "link"]', "lanes = 2.5", "lanes is 2.5; name two"),
+    ('lanes = ["compute", "link"]', 'lanes = "ab"', "lanes is 'ab'; name two"),
+    ('lanes = ["compute", "link"]', "slowdown = 1\n\\g<0>", "slowdown is 1; give one factor"),
+    ("assumed = ", f"more = {'[' * 100_000}\nassumed = ", "is not valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), FOUND, ids=lambda text: text[:20])
+def test_a_machine_with_a_value_of_another_kind_is_refused_by_its_key(old, new, message, folder):
+    content = FORMS["machine"].valid()
+    assert old in content
+    path = folder / "found.toml"
+    path.write_text(content.replace(old, new.replace("\\g<0>", old), 1))
+    with pytest.raises(MachineError) as caught:
+        rt.machines.load(path)
+    assert message in str(caught.value)
+    readable(str(caught.value))
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_plan_without_an_entry_for_each_stage_is_refused(count):
+    table = json.loads(a_plan().to_json())
+    table["stages"] = table["stages"][:1] * count
+    with pytest.raises(PlanError, match=rf"stages: expected one entry for each .* found {count}\."):
+        rt.Plan.from_json(json.dumps(table))
+
+
 @EVERY_FORM
 @given(content=st.binary(max_size=200))
 @ROUNDS
