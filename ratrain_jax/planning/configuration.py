@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from ratrain_jax.words import counted
+
 RUNNABLE: Final = ("ratrain", "1f1b", "gpipe")
 """Schedules that the runtime runs."""
 
@@ -91,6 +93,7 @@ class Configuration:
     def __str__(self) -> str:
         tensor = f" × {self.tensor} tensor" if self.tensor > 1 else ""
         return (
-            f"{self.stages} stages × {self.data_parallel}{tensor}, {self.microbatches} microbatches of {self.rows},"
+            f"{counted(self.stages, 'stage')} × {self.data_parallel}{tensor},"
+            f" {counted(self.microbatches, 'microbatch')} of {self.rows},"
             f" {self.schedule}, zero={self.zero}, recovery={self.recovery}"
         )

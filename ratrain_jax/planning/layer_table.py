@@ -15,14 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ratrain_jax.kernels import Machine
-from ratrain_jax.lowering.code import LayerCode, StepCode
+from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.cost import aval_bytes
-from ratrain_jax.lowering.layers import Layer
-from ratrain_jax.lowering.scratch import scratch_bytes
 from ratrain_jax.lowering.shards import shard_axis
-from ratrain_jax.lowering.tensor_parallel import divide_layer, layer_on_rank
 from ratrain_jax.lowering.units import gradient_dtype
-from ratrain_jax.planning.code_cost import CodeCost, code_cost, rank_cost
+from ratrain_jax.planning.code_cost import CodeCost
+from ratrain_jax.planning.layer_work import LayerWork, rank_layer_work, whole_work
 
 KEPT_LAYERS = 3
 """Layers of a scan that are traced: the first, the last, and one between them."""
@@ -283,52 +281,6 @@ def _names(names: Sequence[str], lengths: dict[str, int]) -> list[str]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LayerWork:
-    """What the programs of a layer ask of a device.
-
-    Attributes:
-        forward: what forward asks.
-        backward: what backward asks.
-        scratch: the most bytes that either holds for a while.
-        residuals: bytes of what forward makes for backward.
-        shares: which share of each parameter that the layer reads the device holds.
-    """
-
-    forward: CodeCost
-    backward: CodeCost
-    scratch: int
-    residuals: int
-    shares: tuple[float, ...]
-
-
-def _whole_work(code: LayerCode, machine: Machine) -> _LayerWork:
-    forward, backward = code.forward, code.backward
-    return _LayerWork(
-        code_cost(forward, machine),
-        code_cost(backward, machine),
-        max(scratch_bytes(forward), scratch_bytes(backward)),
-        sum(map(aval_bytes, code.residuals)),
-        (1.0,) * (len(forward.jaxpr.invars)),
-    )
-
-
-def _rank_work(layer: Layer, code: LayerCode, machine: Machine, tensor: int) -> _LayerWork:
-    """That of one of `tensor` tensor-parallel ranks, with what they exchange."""
-    rank = layer_on_rank(layer, code, machine, tensor)
-    divisions = divide_layer(layer, code)
-    costs = [
-        rank_cost(division, machine, tensor, exchanged)
-        for division, exchanged in zip(divisions, rank.communication(machine), strict=True)
-    ]
-    scratch = [
-        scratch_bytes(d.closed, lambda var, d=d: aval_bytes(var.aval) * d.held(var, tensor))
-        for d in divisions
-    ]
-    residuals = round(rank.residual_bytes)
-    return _LayerWork(costs[0], costs[1], max(scratch), residuals, rank.parameters)
-
-
 class _Counter:
     """Counts rows; each traced layer once."""
 
@@ -339,7 +291,7 @@ class _Counter:
         self._place = {n: place for place, n in reversed([*enumerate(numbers)])}
         self._rows: dict[int, LayerRow] = {}
         self._kinds: dict[tuple[Any, ...], int] = {}
-        self._works: dict[str, _LayerWork] = {}
+        self._works: dict[str, LayerWork] = {}
 
     def row(self, n: int) -> LayerRow:
         """The row of a traced layer."""
@@ -364,13 +316,13 @@ class _Counter:
             found += array.bytes // self.code.microbatches if split else 0
         return found
 
-    def _work(self, n: int) -> _LayerWork:
+    def _work(self, n: int) -> LayerWork:
         code = self.code.codes[n]
         if code.fingerprint not in self._works:
             self._works[code.fingerprint] = (
-                _whole_work(code, self.machine)
+                whole_work(code, self.machine)
                 if self.tensor == 1
-                else _rank_work(self.code.layered.layers[n], code, self.machine, self.tensor)
+                else rank_layer_work(self.code.layered.layers[n], code, self.machine, self.tensor)
             )
         return self._works[code.fingerprint]
 

@@ -10,6 +10,7 @@ from ratrain_jax.errors import OptionError
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.planning.stage_costs import TERMS
 from ratrain_jax.tables import render, wrapped
+from ratrain_jax.words import counted
 
 if TYPE_CHECKING:
     from ratrain_jax.planning.plan import Plan, PlannedStage
@@ -24,9 +25,9 @@ def plan_text(plan: Plan) -> str:
     marked = "" if c.runs else "  (only simulated: the runtime does not run it)"
     tensor = f" × {c.tensor} tensor parallel" if c.tensor > 1 else ""
     head = [
-        f"{c.devices} × {plan.machine}, {plan.global_batch} examples a step{marked}",
-        f"  {c.stages} stages × {c.data_parallel} data parallel{tensor}",
-        f"  {c.microbatches} microbatches of {c.rows} examples a rank",
+        f"{c.devices} × {plan.machine}, {counted(plan.global_batch, 'example')} a step{marked}",
+        f"  {counted(c.stages, 'stage')} × {c.data_parallel} data parallel{tensor}",
+        f"  {counted(c.microbatches, 'microbatch')} of {counted(c.rows, 'example')} a rank",
         f"  schedule={c.schedule}, zero={c.zero}, recovery={c.recovery}",
         f"  predicted step {plan.step_seconds:.4g} s, of it the tail {plan.tail_seconds:.3g} s",
         f"  best of {plan.searched} configurations; {readable_bytes(plan.limit)} a device allowed",
