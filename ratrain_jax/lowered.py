@@ -20,6 +20,7 @@ from ratrain_jax.lowering.unsharded import Unsharded, unsharded
 from ratrain_jax.options import Options
 from ratrain_jax.stacked_state import StackedState, stacked_state
 from ratrain_jax.tracing import Signature
+from ratrain_jax.words import counted
 
 if TYPE_CHECKING:
     from ratrain_jax.costs import CostAnalysis
@@ -150,6 +151,6 @@ class Lowered:
     def __repr__(self) -> str:
         s = self.program.settings
         return (
-            f"<Lowered {len(self.program.layers)} layers in {s.stages} stages × {s.data_parallel},"
-            f" {s.microbatches} microbatches, {s.schedule}, zero={s.zero}>"
+            f"<Lowered {len(self.program.layers)} layers in {counted(s.stages, 'stage')} × {s.data_parallel},"
+            f" {counted(s.microbatches, 'microbatch')}, {s.schedule}, zero={s.zero}>"
         )

@@ -14,6 +14,7 @@ from ratrain_jax.errors import StepError
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.options import Options
 from ratrain_jax.tracing import abstract
+from ratrain_jax.words import counted
 
 if TYPE_CHECKING:
     from ratrain_jax.runtime.compiled import Compiled
@@ -66,4 +67,5 @@ class Step(abc.ABC):
     def __repr__(self) -> str:
         name = getattr(self.__wrapped__, "__name__", "step")
         o = self.options
-        return f"<{type(self).__name__} {name}: {o.stages} stages × {o.data_parallel}, {o.microbatches} microbatches>"
+        size = f"{counted(o.stages, 'stage')} × {o.data_parallel}, {counted(o.microbatches, 'microbatch')}"
+        return f"<{type(self).__name__} {name}: {size}>"

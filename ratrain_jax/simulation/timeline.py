@@ -16,6 +16,7 @@ from ratrain_jax.simulation.breakdown import Breakdown, body_ends, break_down
 from ratrain_jax.simulation.causes import Causes
 from ratrain_jax.simulation.program_tasks import ProgramTasks
 from ratrain_jax.simulation.tasks import PORTS, Port, Run
+from ratrain_jax.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -258,8 +259,8 @@ class Timeline:
     def __repr__(self) -> str:
         s: Any = self.program.settings
         return (
-            f"<Timeline {self.step_seconds:.4g} s: {s.stages} stages × {s.data_parallel},"
-            f" {s.microbatches} microbatches, {s.schedule}, on {self.machine.name}>"
+            f"<Timeline {self.step_seconds:.4g} s: {counted(s.stages, 'stage')} × {s.data_parallel},"
+            f" {counted(s.microbatches, 'microbatch')}, {s.schedule}, on {self.machine.name}>"
         )
 
 

@@ -37,6 +37,7 @@ from ratrain_jax.lowering.program import (
     ZeroGradient,
 )
 from ratrain_jax.views.memory_curve import MemoryCurve, memory_curves
+from ratrain_jax.words import counted
 
 if TYPE_CHECKING:
     from ratrain_jax.runtime.measured import DeviceTime, MeasuredRun
@@ -160,7 +161,7 @@ def label_of(op: Op) -> str:
 
 def _settings(program: Program) -> str:
     s = program.settings
-    return f"{s.schedule}, {s.stages} stages × {s.data_parallel}, {s.microbatches} microbatches"
+    return f"{s.schedule}, {counted(s.stages, 'stage')} × {s.data_parallel}, {counted(s.microbatches, 'microbatch')}"
 
 
 @collector_paused()

@@ -14,6 +14,7 @@ from ratrain_jax.lowering.mnemonics import op_label
 from ratrain_jax.lowering.program import Kind, Program
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.planning.tables import verdict
+from ratrain_jax.words import counted
 
 if TYPE_CHECKING:
     from ratrain_jax.lowered import Lowered
@@ -28,8 +29,8 @@ def lowered_html(lowered: Lowered) -> str:
     program = lowered.program
     s = program.settings
     told = (
-        f"{len(program.layers)} layers in {s.stages} stages × {s.data_parallel},"
-        f" {s.microbatches} microbatches, {s.schedule}, zero={s.zero}, recovery={s.recovery}"
+        f"{len(program.layers)} layers in {counted(s.stages, 'stage')} × {s.data_parallel},"
+        f" {counted(s.microbatches, 'microbatch')}, {s.schedule}, zero={s.zero}, recovery={s.recovery}"
     )
     parts = [paragraph("Lowered step", told), _layers(program), _memory(lowered.memory_analysis())]
     stacked = lowered.stacked_state() if lowered.options.state_layout == "stacked" else None
