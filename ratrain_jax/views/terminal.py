@@ -24,6 +24,7 @@ from ratrain_jax.lowering.program import Settings
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.views.terminal_inspection import Inspection, LayerRow, StageRow
 from ratrain_jax.views.terminal_schedule import row_lines
+from ratrain_jax.words import counted
 
 WIDTH: Final = 80
 _MOST_LAYERS: Final = 24
@@ -61,10 +62,24 @@ _LAYERS_NOTE: Final = (
     "FLOPs and residuals of one microbatch; residuals made again are recovered;",
     "state: bytes of shards (parameters, optimizer) and view on each device",
 )
-LEGEND: Final = (
-    "F forward  B backward  R recovery; +GS gradient sync  +U update  +PV gather of a",
-    "view  +BO borrow; F3 microbatch 3  B3:7 its layer 7; (..)x9 nine times",
-)
+_LEGEND: Final = {
+    r"^|": "F forward  B backward",
+    r"\bR\d": "R recovery",
+    r"\bP\b": "P prologue",
+    r"\bM\b": "M metrics",
+    r"\+GS": "+GS gradient sync",
+    r"\+U": "+U update",
+    r"\+V\d": "+V validate",
+    r"\+PV": "+PV gather of a view",
+    r"\+BO": "+BO borrow",
+    r"\+GR": "+GR global reduction",
+    r"\b[FBR]\d": "F3 microbatch 3",
+    r"\b[FBR]\d+[a-z]": "F3b its second block",
+    r"\b[FBR]\d+:": "B3:7 its layer 7",
+    r"/\d": "+GS7/3 layer 7 of microbatch 3",
+    r"\)x\d": "(..)x9 nine times",
+}
+"""What is said of cells, where some are of the pattern."""
 
 
 def render(parts: Iterable[RenderableType], stream: TextIO) -> str:
@@ -133,10 +148,10 @@ def inspection_view(shown: Inspection, fold: bool = True) -> Iterator[Renderable
 def settings_line(settings: Settings) -> str:
     """The choices of a program in a line."""
     s = settings
-    return (
-        f"{s.stages} stages × {s.data_parallel}, {s.microbatches} microbatches,"
-        f" {s.schedule}, zero={s.zero}, recovery={s.recovery}"
+    size = (
+        f"{counted(s.stages, 'stage')} × {s.data_parallel}, {counted(s.microbatches, 'microbatch')}"
     )
+    return f"{size}, {s.schedule}, zero={s.zero}, recovery={s.recovery}"
 
 
 def step_view(line: str, stage: int, stages: int, machine: str) -> Iterator[RenderableType]:
@@ -252,7 +267,12 @@ def schedule_view(stages: Sequence[StageRow]) -> RenderableType:
     """One row of cells a stage."""
     width = len(str(len(stages) - 1))
     rows = [ScheduleRow(f"stage {row.stage:>{width}}", row.schedule) for row in stages]
-    return Group(*rows, *(Text(line, style="dim") for line in LEGEND))
+    shown = [run for row in stages for run in row.schedule]
+    said = [text for pattern, text in _LEGEND.items() if any(re.search(pattern, s) for s in shown)]
+    # Words of one entry stay together.
+    words = "  ".join(said).replace(" ", "\0").replace("\0\0", "  ")
+    lines = textwrap.wrap(words, WIDTH)
+    return Group(*rows, *(Text(line.replace("\0", " "), style="dim") for line in lines))
 
 
 # Memory.
@@ -305,7 +325,7 @@ class MemoryBars:
         numbers = max(len(bar.number) for bar in self.bars) + len(_UP_TO) * folds
         room = max(options.max_width - len("stage ") - names - numbers - 4, 10)
         drawn = [(bar, tuple(cells(bar, scale, room))) for bar in self.bars]
-        coloured = console.color_system is not None
+        coloured = console.color_system is not None and not console.no_color
         for run in _runs_of_bars(drawn) if folds else [[one] for one in drawn]:
             first, last = run[0][0], run[-1][0]
             fullest = max((bar for bar, _ in run), key=lambda bar: bar.total)

@@ -6,8 +6,8 @@ Terms.
     of layer 7, `+GS7/3` of layer 7 and microbatch 3 (ZeRO-2), `+U*` of state that belongs to no layer, `+GR1` the global
     reduction of phase 1. Sends and frees have no cell: the rows show what a stage does, and the program's text has all.
 
-    A **repeat** is cells that come again and again with every number going on by the same amount: `F0..F47`, or, of
-    more than one cell, `(B0 F4)x58`.
+    A **repeat** is cells that come again and again with every number going on by the same amount: `F0..F47` or
+    `F3a..F3h`, or, of more than one cell, `(B0 F4)x58`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ _LONGEST: Final = 96
 """Cells of a repeat that are looked for at most."""
 _LEAST: Final = 3
 """Times that cells must come to be written as a repeat."""
+
+
+class Letter(int):
+    """The number of a block of a stage, written as a letter."""
+
+    def __str__(self) -> str:
+        return chr(ord("a") + self) if self < 26 else f".{int(self)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +92,8 @@ class Run:
             return " ".join(map(str, self.cells))
         if len(self.cells) == 1:
             return f"{self.cells[0]}..{self.last[0]}"
-        return f"({' '.join(map(str, self.cells))})x{self.times}"
+        # Within the repeat only ranges: a repeat within a repeat would be hard to read.
+        return f"({' '.join(map(str, fold(self.cells, longest=1)))})x{self.times}"
 
 
 def schedule_cells(program: Program) -> tuple[tuple[Cell, ...], ...]:
@@ -108,11 +116,12 @@ def schedule_cells(program: Program) -> tuple[tuple[Cell, ...], ...]:
     return tuple(rows)
 
 
-def fold(cells: Sequence[Cell]) -> tuple[Run, ...]:
+def fold(cells: Sequence[Cell], longest: int = _LONGEST) -> tuple[Run, ...]:
     """Finds what repeats in a row of cells.
 
     Args:
         cells: the cells.
+        longest: cells of a repeat that are looked for at most.
 
     Returns:
         Runs that, written out one after another, give the cells back.
@@ -124,7 +133,7 @@ def fold(cells: Sequence[Cell]) -> tuple[Run, ...]:
     """
     runs, plain, at = [], [], 0
     while at < len(cells):
-        period, times = _repeat(cells, at)
+        period, times = _repeat(cells, at, longest)
         if times < _LEAST:
             plain.append(cells[at])
             at += 1
@@ -140,10 +149,10 @@ def fold(cells: Sequence[Cell]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _repeat(cells: Sequence[Cell], at: int) -> tuple[int, int]:
+def _repeat(cells: Sequence[Cell], at: int, longest: int) -> tuple[int, int]:
     """Length and times of the repeat from a place on that covers most; of equal ones the shortest."""
     best, covered = (1, 1), 1
-    for period in range(1, min(_LONGEST, (len(cells) - at) // _LEAST) + 1):
+    for period in range(1, min(longest, (len(cells) - at) // _LEAST) + 1):
         times = 1 + _goes_on(cells, at, period)
         if times >= _LEAST and times * period > covered:
             best, covered = (period, times), times * period
@@ -165,8 +174,8 @@ def _goes_on(cells: Sequence[Cell], at: int, period: int) -> int:
         elif step != steps[offset % period]:
             break
         place += 1
-    if period == 1 and not all(-1 <= number <= 1 for step in steps for number in step):
-        return 0  # `F0..F8` says nothing of a stride
+    if period == 1 and not all(sum(map(abs, step)) <= 1 for step in steps):
+        return 0  # `F0..F8` says nothing of a stride, nor `F0a..F8i` of two numbers that go on
     return (place - at - period) // period
 
 
@@ -201,8 +210,7 @@ def _unit(
     place = blocks.index(layer.block)
     if len(blocks) == 1:
         return Cell(f"{name}{{}}", (op.microbatch,), type(op))
-    letter = chr(ord("a") + place) if place < 26 else f".{place}"
-    return Cell(f"{name}{{}}{letter}", (op.microbatch,), type(op))
+    return Cell(f"{name}{{}}{{}}", (op.microbatch, Letter(place)), type(op))
 
 
 def row_lines(runs: Sequence[str], width: int) -> Iterator[str]:

@@ -30,10 +30,11 @@ from ratrain_jax.views.terminal import (
     inspection_view,
     layers_view,
     render,
+    schedule_view,
     settings_line,
 )
-from ratrain_jax.views.terminal_inspection import LayerRow, inspection
-from ratrain_jax.views.terminal_schedule import Cell, fold, row_lines, schedule_cells
+from ratrain_jax.views.terminal_inspection import LayerRow, StageRow, inspection
+from ratrain_jax.views.terminal_schedule import Cell, Letter, fold, row_lines, schedule_cells
 from ratrain_jax.views.terminal_timeline import summary, timeline_view
 
 
@@ -77,7 +78,7 @@ class Terminal(io.StringIO):
 
 CELLS = st.builds(
     lambda form, numbers: Cell(form, numbers[: form.count("{")], Forward),
-    st.sampled_from(["F{}", "B{}", "B{}:{}", "M"]),
+    st.sampled_from(["F{}", "B{}", "B{}:{}", "F{}{}", "M"]),
     st.tuples(st.integers(0, 4), st.integers(0, 4)),
 )
 
@@ -130,6 +131,19 @@ def test_a_steady_state_is_one_repeat_however_many_microbatches():
 def test_a_stride_is_not_written_as_a_range():
     row = [Cell("F{}", (n,), Forward) for n in (0, 2, 4, 6)]
     assert ".." not in " ".join(map(str, fold(row)))
+    both = [Cell("B{}:{}", (n, n), Backward) for n in range(4)]
+    assert ".." not in " ".join(map(str, fold(both)))
+
+
+def test_blocks_of_a_microbatch_are_one_range():
+    row = [
+        Cell(f"{name}{{}}{{}}", (microbatch, Letter(place)), Forward)
+        for microbatch in range(4)
+        for name, places in (("F", range(30)), ("B", range(29, -1, -1)))
+        for place in places
+    ]
+    assert [str(run) for run in fold(row)] == ["(F0a..F0.29 B0.29..B0a)x4"]
+    assert [str(run) for run in fold(row[:8])] == ["F0a..F0h"]
 
 
 def test_blocks_and_single_layers_have_names_of_their_own():
@@ -213,6 +227,36 @@ def test_many_bars_that_look_the_same_are_one_line():
         sum(line.startswith("stage") for line in plain([MemoryBars(bars, fold=False)]).splitlines())
         == 48
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "unsaid"),
+    [
+        ({}, "F forward  B backward", "R recovery"),
+        ({"recovery": "forward"}, "R recovery", "layer 7 of microbatch 3"),
+        ({"zero": 2, "data_parallel": 2}, "+GS7/3 layer 7 of microbatch 3", "its second block"),
+    ],
+)
+def test_the_legend_names_the_cells_that_are_there(settings, said, unsaid):
+    text = plain(inspection_view(inspection(lowered(**settings).program)))
+    assert said in text
+    assert unsaid not in text
+    assert "+GR global reduction" in text and "M metrics" in text
+
+
+def test_the_legend_names_every_kind_of_cell():
+    forms = ["P", "R0b", "+V1", "+BO1", "B3:7", "(F0 B0)x9"]
+    text = plain([schedule_view([StageRow(0, tuple(forms), {}, 0, None, None)])])
+    for said in ("prologue", "second block", "validate", "borrow", "its layer 7", "nine times"):
+        assert said in text
+
+
+def test_without_colours_kinds_are_told_by_letters(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = render(inspection_view(inspection(lowered().program)), Terminal())
+    assert "█" not in text
+    assert "P parameters" in text
 
 
 # All of it.
@@ -314,3 +358,4 @@ def _repeated(shown, times):
 def test_settings_are_named():
     line = settings_line(Settings(4, 2, 8, schedule="1f1b", zero=2, recovery="none"))
     assert line == "4 stages × 2, 8 microbatches, 1f1b, zero=2, recovery=none"
+    assert settings_line(Settings(1, 1, 1)).startswith("1 stage × 1, 1 microbatch, ")
