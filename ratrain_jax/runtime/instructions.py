@@ -200,10 +200,10 @@ def run(
                     inbox.fetch(value, table)
             made = instruction.execute([table[value] for value in instruction.reads])
             table.update(zip(instruction.writes, made, strict=True))
+            if watch is not None:
+                watch(instruction, made)  # before the other thread may use up what was made
             for value in instruction.hands:
                 other.put(value, table[value])
-            if watch is not None:
-                watch(instruction, made)
             for value in instruction.clears:
                 table.pop(value, None)
     except BaseException as error:

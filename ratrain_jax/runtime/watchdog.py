@@ -3,7 +3,8 @@
 Terms.
     A step makes **progress** when an op is launched, or one that was launched ends. An op **runs** if it was launched and
     all that it reads is there. It **has ended** once its **mark** is there: the token of its launch (see
-    `ratrain_jax.runtime.launches`), or where there is none, what a tiny program makes of one of its arrays.
+    `ratrain_jax.runtime.launches`), or what a tiny program makes of one of its arrays; without either, once what it reads
+    is there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -172,9 +172,7 @@ class Flight:
         if not ops:
             return False
         instruction, mark = ops[0]
-        ended = _ended(mark)
-        if ended is None:
-            ended = self._cause(instruction, self._late()) is None
+        ended = mark.is_ready() if mark is not None else not self._cause(instruction, self._late())
         if ended:
             ops.popleft()
         return ended
@@ -227,24 +225,14 @@ class Flight:
 
 
 def _mark(made: Sequence[Bundle]) -> Any:
-    """What is there once an op has ended: None where it made nothing that can be seen."""
+    """What is there once an op has ended, and is never used up; None where there is no such thing."""
     token = launches.last_token()
     if token is not None:
         return token
     array = next((array for bundle in made for array in bundle), None)
-    if array is None:
-        return None
     # What is sent between groups of several devices has no token, and one more launch on them could be one too many.
-    return weakref.ref(array) if len(array.sharding.device_set) > 1 else _behind(array)
-
-
-def _ended(mark: Any) -> bool | None:
-    """Whether an op has ended; None where that cannot be seen any more: then it has if what it reads is there."""
-    array = mark() if isinstance(mark, weakref.ref) else mark
-    try:
-        return None if array is None or array.is_deleted() else array.is_ready()
-    except RuntimeError:  # used up just now
-        return None
+    several = array is None or len(array.sharding.device_set) > 1
+    return None if several else _behind(array)
 
 
 @functools.partial(jax.jit, keep_unused=True)

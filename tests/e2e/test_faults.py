@@ -24,6 +24,7 @@ import pytest
 import ratrain_jax as rt
 from ratrain_jax.errors import BatchError, OptionError, StateError
 from ratrain_jax.runtime import flights, instructions, launches, workers
+from ratrain_jax.runtime import threads as threads_of_a_step
 from ratrain_jax.runtime.executables import WORKERS, shared_library
 from ratrain_jax.runtime.groups import Group, make_groups
 from ratrain_jax.runtime.instructions import COMPUTE, LINK
@@ -195,6 +196,10 @@ def test_a_state_that_a_failed_step_made_is_refused_and_a_good_one_is_not():
         assert "of a device" in str(caught.value.__cause__)
     known.admit([{"w": good}])
     known.admit([{"w": Failed()}])  # nothing is known to have failed since
+    gone = jnp.ones(3)
+    gone.delete()
+    known.add([Failed()])
+    known.admit([{"w": gone}])  # what is used up is refused as such
 
 
 def test_launches_behind_one_that_failed_take_no_harm(compiled):
@@ -340,6 +345,33 @@ def test_a_thread_that_nobody_told_to_stop_sees_that_the_other_is_gone(monkeypat
     assert table == {1: ("one",), 2: ("two",)}
     with pytest.raises(instructions.Stopped):
         inbox.fetch(3, table)
+
+
+def test_a_ctrl_c_that_comes_before_the_other_thread_can_be_told(compiled, monkeypatch):
+    state, real = make_state(), threads_of_a_step.run
+
+    def run(*args):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads_of_a_step, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            compiled(state, make_batch())
+    assert losses(compiled, state) == losses(compiled, make_state())
+
+
+def test_what_an_op_made_is_looked_at_before_another_may_use_it_up(compiled):
+    """JAX 0.10 ends the process where it is asked whether a used-up array is ready."""
+    used = []
+
+    def look(instruction, made):
+        time.sleep(0.002)
+        used.extend(array.is_deleted() for bundle in made for array in bundle)
+
+    compiled._launch(compiled._enter((make_state(), make_batch())), look)
+    assert used and not any(used)
 
 
 @pytest.mark.parametrize("stride", [31, pytest.param(2, marks=pytest.mark.slow)])
