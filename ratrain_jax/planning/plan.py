@@ -103,6 +103,12 @@ class Plan:
             raise PlanError(
                 f"stages: expected one entry for each of the configuration's {wanted} stages, found {len(self.stages)}."
             )
+        c = self.configuration
+        if c.rows * c.data_parallel * c.microbatches != self.global_batch:
+            raise PlanError(
+                f"global_batch: expected rows {c.rows} × data_parallel {c.data_parallel} × microbatches"
+                f" {c.microbatches} of the configuration, found {self.global_batch}; plan again."
+            )
 
     def bound(self, lower: Callable[[Plan], Lowered]) -> Plan:
         """This plan, with the step that it is for."""

@@ -9,7 +9,7 @@ from rich.table import Table
 from ratrain_jax.errors import OptionError
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.planning.stage_costs import TERMS
-from ratrain_jax.tables import render, wrapped
+from ratrain_jax.tables import WIDTH, render, wrapped
 from ratrain_jax.words import counted
 
 if TYPE_CHECKING:
@@ -40,20 +40,12 @@ def plan_text(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> str:
     shown = _shown(plan.stages)
-    cells = [
-        (
-            str(number),
-            stage.first,
-            str(stage.layers),
-            str(stage.recovered or ""),
-            f"{1e3 * stage.seconds:.4g}",
-            readable_bytes(stage.memory.total),
-            _largest(stage),
-        )
-        for number, stage in shown
-    ]
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     names = ("stage", "from layer", "layers", "again", "ms", "memory", "most of it")
+    cells = [_cells(number, stage, terms=2) for number, stage in shown]
+    if sum(max(map(len, column)) + 1 for column in zip(names, *cells, strict=True)) > WIDTH:
+        # A number that is cut would say something else.
+        cells = [_cells(number, stage, terms=1) for number, stage in shown]
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for name, column in zip(names, zip(*cells, strict=True), strict=True):
         words = name in ("from layer", "most of it")
         table.add_column(
@@ -71,6 +63,18 @@ def _stages(plan: Plan) -> str:
     return render(table) + note
 
 
+def _cells(number: int, stage: PlannedStage, terms: int) -> tuple[str, ...]:
+    return (
+        str(number),
+        stage.first,
+        str(stage.layers),
+        str(stage.recovered or ""),
+        f"{1e3 * stage.seconds:.4g}",
+        readable_bytes(stage.memory.total),
+        _largest(stage, terms),
+    )
+
+
 def _shown(stages: tuple[PlannedStage, ...]) -> list[tuple[int, PlannedStage]]:
     """All stages, or the first, the last, the slowest and the fullest."""
     numbered = list(enumerate(stages))
@@ -82,10 +86,10 @@ def _shown(stages: tuple[PlannedStage, ...]) -> list[tuple[int, PlannedStage]]:
     return [item for item in numbered if item[0] in chosen]
 
 
-def _largest(stage: PlannedStage) -> str:
-    """The two largest terms of a stage's memory."""
-    terms = sorted(TERMS, key=lambda term: -getattr(stage.memory, term))[:2]
-    return ", ".join(f"{term} {readable_bytes(getattr(stage.memory, term))}" for term in terms)
+def _largest(stage: PlannedStage, terms: int) -> str:
+    """The largest terms of a stage's memory."""
+    largest = sorted(TERMS, key=lambda term: -getattr(stage.memory, term))[:terms]
+    return ", ".join(f"{term} {readable_bytes(getattr(stage.memory, term))}" for term in largest)
 
 
 def memory_text(plan: Plan, stage: int | None) -> str:

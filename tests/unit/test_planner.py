@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import flax.linen as nn
 import jax
@@ -351,6 +352,25 @@ def test_the_program_of_a_plan_fits_and_takes_what_was_predicted():
         plan.step_seconds, rel=0.03
     )
     assert max(memory_analysis(plan.program).peaks) <= plan.limit
+
+
+def test_a_plan_cuts_no_number_short():
+    plan = plain_plan()
+    first = plan.stages[0]
+    for size in (10**6, 10**8, 10**9 * 400):
+        memory = dataclasses.replace(first.memory, residuals=size, scratch=size // 3)
+        stage = dataclasses.replace(first, first="layer_of_a_long_name", memory=memory)
+        lines = str(dataclasses.replace(plan, stages=(stage, *plan.stages[1:]))).splitlines()
+        assert max(map(len, lines)) <= 80
+        at = next(n for n, line in enumerate(lines) if line.endswith("most of it"))
+        assert re.search(r" \w+ [0-9.]+ [KMG]iB(, \w+ [0-9.]+ [KMG]iB)?$", lines[at + 1])
+
+
+def test_a_plan_that_was_edited_must_add_up():
+    table = json.loads(plain_plan().to_json())
+    table["configuration"]["microbatches"] += 1
+    with pytest.raises(PlanError, match=r"global_batch: expected .* found"):
+        Plan.from_json(json.dumps(table))
 
 
 def test_a_plan_is_refused_for_another_model_or_batch():
