@@ -36,7 +36,8 @@ def layer_table(program: Program) -> str:
 def render(table: Table) -> str:
     """A table as plain text."""
     target = io.StringIO()
-    Console(file=target, width=WIDTH).print(table)
+    # Whatever the environment says of colours: this is a string.
+    Console(file=target, width=WIDTH, force_terminal=False, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in target.getvalue().splitlines())
 
 

@@ -259,6 +259,11 @@ def test_without_colours_kinds_are_told_by_letters(monkeypatch):
     assert "P parameters" in text
 
 
+def test_a_summary_is_plain_text_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in lowered().summary()
+
+
 # All of it.
 
 
