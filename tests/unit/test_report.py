@@ -141,7 +141,9 @@ def test_the_bytes_drawn_are_those_of_the_curves(timeline):
 
 
 def test_each_part_is_there_with_its_rows(timeline, tmp_path):
-    page = Reader(written(timeline, tmp_path))
+    text = written(timeline, tmp_path)
+    assert "its peaks may differ" in text
+    page = Reader(text)
     assert page.ids >= {
         "summary",
         "timeline",
@@ -218,7 +220,9 @@ def test_a_measured_step_of_another_program_is_refused(timeline, tmp_path):
 
 def test_a_plan_tells_why_not(tmp_path):
     found = plan()
-    page = Reader(written(rt.simulate(found.lowered, "mt3000"), tmp_path, plan=found))
+    text = written(rt.simulate(found.lowered, "mt3000"), tmp_path, plan=found)
+    assert str(found.configuration) in text
+    page = Reader(text)
     told = {row[0]: row for row in page.tables["plan"]}
     assert found.why_not
     for entry in found.why_not:
