@@ -20,6 +20,9 @@ import numpy as np
 
 import ratrain_jax as rt
 
+# Python leaves SIGINT ignored where it finds it so, as in what a shell runs in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 WIDTH, ROWS, LAYERS = 8, 8, 4
 HANG = 100
 """Seconds after which a script that hangs shows where, and ends with an error."""
