@@ -12,6 +12,8 @@ import sys
 import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# While JAX looks a program up in its cache on disk, a Ctrl-C may come out as another error.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax

@@ -42,6 +42,8 @@ def test_the_terminal_shows_what_the_readme_says(capsys, monkeypatch):
     monkeypatch.chdir(README.parent)
     (shown,) = (b for b in read_blocks(README.read_text()) if b.output and "ratrain" in b.code)
     run_console(shown, README, {})
-    # Other versions of JAX keep other residuals of the same step.
-    same_numbers = jax.__version__.startswith("0.10.")
-    assert matches(shown.output, capsys.readouterr().out, numbers=same_numbers)
+    printed = capsys.readouterr().out
+    if jax.__version__.startswith("0.10."):
+        assert matches(shown.output, printed)
+    else:  # other versions of JAX keep other residuals of the same step; its schedule is the same
+        assert shown.output.split("\n\n")[2] == printed.split("\n\n")[2]
