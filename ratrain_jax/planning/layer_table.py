@@ -319,17 +319,18 @@ class _Counter:
     def _work(self, n: int) -> LayerWork:
         code = self.code.codes[n]
         if code.fingerprint not in self._works:
+            layer = self.code.layered.layers[n]
             self._works[code.fingerprint] = (
-                whole_work(code, self.machine)
+                whole_work(layer, code, self.machine)
                 if self.tensor == 1
-                else rank_layer_work(self.code.layered.layers[n], code, self.machine, self.tensor)
+                else rank_layer_work(layer, code, self.machine, self.tensor)
             )
         return self._works[code.fingerprint]
 
     def _count(self, n: int) -> LayerRow:
         code, layer, layer_code = self.code, self.code.layered.layers[n], self.code.codes[n]
         work = self._work(n)
-        share = dict(zip(layer.reads, work.shares, strict=False))
+        share = dict(zip(layer.reads, work.shares, strict=True))
         update = code.update.layers[n]
         kept = sum(aval_bytes(code.layered.variables[v].aval) for v in layer_code.backward_inputs)
         owned = [p for p in layer.reads if code.owner[p] == n]

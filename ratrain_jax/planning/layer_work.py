@@ -32,11 +32,12 @@ class LayerWork:
     shares: tuple[float, ...]
 
 
-def whole_work(code: LayerCode, machine: Machine) -> LayerWork:
+def whole_work(layer: Layer, code: LayerCode, machine: Machine) -> LayerWork:
     """That of a device that does all of a layer.
 
     Args:
-        code: the layer's two programs.
+        layer: the layer.
+        code: its two programs.
         machine: what they are to run on.
     """
     forward, backward = code.forward, code.backward
@@ -45,7 +46,7 @@ def whole_work(code: LayerCode, machine: Machine) -> LayerWork:
         code_cost(backward, machine),
         max(scratch_bytes(forward), scratch_bytes(backward)),
         sum(map(aval_bytes, code.residuals)),
-        (1.0,) * (len(forward.jaxpr.invars)),
+        (1.0,) * len(layer.reads),
     )
 
 

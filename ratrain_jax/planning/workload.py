@@ -62,6 +62,8 @@ class Workload:
     def _count(self, rows: int, tensor: int = 1) -> LayerTable:
         if rows not in self._codes:
             self._codes[rows] = self._code(rows)
+        if (rows, tensor) in self._tables:
+            return self._tables[rows, tensor]
         code, lengths = self._codes[rows]
         table = layer_table(code, lengths, self.machine, rows, tensor)
         assert table is not None
@@ -79,7 +81,9 @@ class Workload:
         trace, lengths = open_short(whole, KEPT_LAYERS)
         settings = options.settings()
         code = compile_code(trace, settings, self.machine, None, self.kernels)
-        if layer_table(code, lengths, self.machine, rows) is None:
+        table = layer_table(code, lengths, self.machine, rows)
+        if table is None:
             # Layers too small to stand alone were joined with their neighbours: only all of them tell.
             return compile_code(whole, settings, self.machine, None, self.kernels), {}
+        self._tables[rows, 1] = table
         return code, lengths

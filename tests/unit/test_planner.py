@@ -104,7 +104,8 @@ def test_other_sizes_of_microbatch_follow_from_two(tensor):
         assert one.backward.seconds == pytest.approx(other.backward.seconds, rel=1e-12)
         same = ("name", "residuals", "inputs", "view", "parameters")
         assert all(getattr(one, name) == getattr(other, name) for name in same)
-        assert one.scratch == pytest.approx(other.scratch, abs=tensor)
+        # A rank's share is rounded to bytes at each size.
+        assert abs(one.scratch - other.scratch) <= (0 if tensor == 1 else tensor)
     assert (stretched.cuts, stretched.operands) == (own.cuts, own.operands)
 
 
@@ -507,22 +508,28 @@ def test_layers_too_small_to_stand_alone_are_counted_whole():
     assert table.parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize(("remat", "tied"), [(True, False), (False, True)])
-@pytest.mark.parametrize("stages", [1, 2])
-def test_checkpoints_and_tied_parameters_are_counted_as_the_program_does(remat, tied, stages):
-    step, params, batch = scanned(128, 6, 512, remat, tied)
-    known = workload(step, (params, batch), A100, 8)
-    c = Configuration(stages=stages, data_parallel=2, rows=1, microbatches=4, recovery="none")
-    found = look_at(c, known.table(1), A100, 10**12)
+def counted_as_the_program_does(step, params, batch, global_batch, rows, stages):
+    """Holds a split's memory to its program's; returns how many layers each stage recovers."""
+    table = workload(step, (params, batch), A100, global_batch).table(rows)
+    c = Configuration(stages=stages, data_parallel=2, rows=rows, microbatches=4, recovery="none")
+    found = look_at(c, table, A100, 10**12)
     options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "recovery": "none"}
     decorated = rt.train_step(**options)(step)
     trace, _ = trace_step(step, (params, batch), decorated.options)
-    names = [known.table(1).rows[s.layers[0]].name for s in found.split.stages[1:]]
+    names = [table.rows[s.layers[0]].name for s in found.split.stages[1:]]
     _, program = lower_step(trace, decorated.options.settings(), A100, names)
     for stage, peak in zip(found.split.stages, memory_analysis(program).peaks, strict=True):
         assert 0.97 * peak <= stage.memory.total - stage.memory.scratch <= 1.05 * peak
     recovered = [sum(x.recovered for x in program.layers if x.stage == s) for s in range(stages)]
     assert [stage.recovered for stage in found.split.stages] == recovered
+    return recovered
+
+
+@pytest.mark.parametrize(("remat", "tied"), [(True, False), (False, True)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_checkpoints_and_tied_parameters_are_counted_as_the_program_does(remat, tied, stages):
+    step, params, batch = scanned(128, 6, 512, remat, tied)
+    recovered = counted_as_the_program_does(step, params, batch, 8, 1, stages)
     assert any(recovered) == remat
 
 
@@ -547,18 +554,7 @@ def test_late_checkpoints_are_counted_as_the_program_does(stages):
     layer = {"up": leaf((64, 256), "float32"), "down": leaf((256, 64), "float32")}
     params = {f"layer_{n:02}": layer for n in range(12)}
     batch = leaf((64, 64), "float32")
-    known = workload(step, (params, batch), A100, 64)
-    c = Configuration(stages=stages, data_parallel=2, rows=8, microbatches=4, recovery="none")
-    found = look_at(c, known.table(8), A100, 10**12)
-    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "recovery": "none"}
-    decorated = rt.train_step(**options)(step)
-    trace, _ = trace_step(step, (params, batch), decorated.options)
-    names = [known.table(8).rows[s.layers[0]].name for s in found.split.stages[1:]]
-    _, program = lower_step(trace, decorated.options.settings(), A100, names)
-    for stage, peak in zip(found.split.stages, memory_analysis(program).peaks, strict=True):
-        assert 0.97 * peak <= stage.memory.total - stage.memory.scratch <= 1.05 * peak
-    recovered = [sum(x.recovered for x in program.layers if x.stage == s) for s in range(stages)]
-    assert [stage.recovered for stage in found.split.stages] == recovered
+    recovered = counted_as_the_program_does(step, params, batch, 64, 8, stages)
     assert sum(recovered) == 4
 
 
