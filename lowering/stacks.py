@@ -125,7 +125,7 @@ def _open_once(
     if not split:
         return None
     # Moments and averages have to be opened with the parameters: which ones, a first round tells.
-    split |= _Opening(step, trace, split, names, scouting=True).also_stacked()
+    split |= _Opening(step, trace, split, names, scouting=True, most=most).also_stacked()
     while True:
         opening = _Opening(step, trace, split, names, most=most)
         more = opening.also_stacked() - split

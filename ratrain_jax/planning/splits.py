@@ -20,7 +20,8 @@ import math
 from collections.abc import Iterator
 
 from ratrain_jax.planning.configuration import Configuration
-from ratrain_jax.planning.stage_costs import Stage, StageCosts, StageMemory, fewest_recovered
+from ratrain_jax.planning.runs import Runs
+from ratrain_jax.planning.stage_costs import Stage, StageCosts, StageMemory
 
 _HALVINGS = 8  # of the interval in which a bound that can be reached is looked for
 
@@ -76,20 +77,18 @@ def best_split(
     bound, ends = path
     stages = []
     for number, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
-        stage = search.stage(number, first, end)
-        assert stage is not None
-        stages.append(dataclasses.replace(stage, layers=(first, end)))
+        stages.append(search.stage(number, first, end))
     return Split(tuple(stages), bound)
 
 
 class _Search:
-    """Finds the path; costs each kind of stage once."""
+    """Finds the path."""
 
     def __init__(self, costs: StageCosts, limit: int) -> None:
         self.costs, self.limit = costs, limit
         self.configuration: Configuration = costs.configuration
-        self.known: dict[tuple, Stage | None] = {}
-        self.placed: dict[tuple[int, int, int], Stage | None] = {}
+        self.runs = Runs(costs, limit)
+        self.flying = [self.configuration.in_flight(n) for n in range(self.configuration.stages)]
         self.before = [
             f + b + (f if self.configuration.recovery == "backward" else 0.0)
             for f, b in zip(costs.forward, costs.backward, strict=True)
@@ -97,70 +96,16 @@ class _Search:
 
     def hopeless(self) -> bool:
         """Whether it is plain that nothing fits: a stage of the share of layers that some stage must have at least."""
-        stages, count = self.configuration.stages, self.costs.count
-        share = -(-count // stages)
-        last = stages - 1  # it holds fewest microbatches
-        runs = ((first, first + share) for first in range(count - share + 1))
-        return not any(self.stage(last, *run) for run in runs)
+        share = -(-self.costs.count // self.configuration.stages)
+        fewest = self.flying[-1]  # the last stage holds fewest microbatches
+        starts = range(self.costs.count - share + 1)
+        return not any(self.runs.of(n, n + share).ways.fitting(fewest) for n in starts)
 
-    def stage(self, number: int, first: int, end: int) -> Stage | None:
-        """A run of layers as a stage, recovered as the configuration says; None if it does not fit.
-
-        It may stand for an equal run elsewhere.
-        """
-        flying = self.configuration.in_flight(number)
-        place = (flying, first, end)
-        if place not in self.placed:
-            key = (flying, *self._signature(first, end))
-            if key not in self.known:
-                self.known[key] = self._stage(number, first, end)
-            self.placed[place] = self.known[key]
-        return self.placed[place]
-
-    def _signature(self, first: int, end: int) -> tuple:
-        """What of a run of layers its cost depends on."""
-        table = self.costs.table
-        edges = (
-            table.cuts[first - 1] if first else 0,
-            table.cuts[end - 1] if end < self.costs.count else 0,
-        )
-        borrowed = self.costs.borrowed(first, end)
-        return (self.costs.kinds[first:end], edges, borrowed, table.operands[first:end])
-
-    def _stage(self, number: int, first: int, end: int) -> Stage | None:
-        recovered = self._recovered(number, first, end)
-        if recovered is None:
-            return None
-        found = self.costs.stage(number, first, end, recovered)
-        return found if self._fits(found.memory) else None
-
-    def _recovered(self, number: int, first: int, end: int) -> int | None:
-        recovery = self.configuration.recovery
-        if recovery == "auto":
-            return fewest_recovered(self.costs, number, first, end, self._fits)
-        return 0 if recovery == "none" else end - first
-
-    def _fits(self, memory: StageMemory) -> bool:
-        return memory.total <= self.limit
-
-    def _term(self, number: int, first: int, stage: Stage) -> float:
-        """The bound that a stage gives."""
-        end = first + stage.layers[1] - stage.layers[0]
-        busy = self.configuration.microbatches * stage.seconds
-        synced = self.configuration.microbatches * self._synced(first, end)
-        if not self.configuration.fills:
-            return max(busy, synced)
-        own = self.costs.least_tail(first, end)
-        if not first:
-            return max(busy + own, synced)
-        fill = self.before[first] + 2 * number * self._least_send + self._entry_tail
-        return max(busy + max(fill, own), synced)
-
-    def _synced(self, first: int, end: int) -> float:
-        """Seconds for which a stage's link is busy with each microbatch's gradients."""
-        return (
-            self.costs.syncs[end] - self.costs.syncs[first] if self.configuration.zero == 2 else 0.0
-        )
+    def stage(self, number: int, first: int, end: int) -> Stage:
+        """A run of layers that fits as a stage, recovered as the configuration says."""
+        found = self.runs.of(first, end).ways.fitting(self.flying[number])
+        assert found is not None
+        return self.costs.stage(number, first, end, found[1])
 
     @functools.cached_property
     def _least_send(self) -> float:
@@ -222,13 +167,17 @@ class _Search:
 
     def _steps(self, number: int, first: int, most: float) -> Iterator[tuple[int, float]]:
         """Where a stage that begins at `first` may end, with its term, which is at most `most`."""
-        stages, count = self.configuration.stages, self.costs.count
-        left = stages - number - 1
-        for end in range(first + 1, count - left + 1) if left else (count,):
-            stage = self.stage(number, first, end)
-            if stage is None:
+        left = self.configuration.stages - number - 1
+        last = self.costs.count - left
+        m, flying, fill = self.configuration.microbatches, self.flying[number], 0.0
+        if self.configuration.fills and first:
+            fill = self.before[first] + 2 * number * self._least_send + self._entry_tail
+        for end in range(first + 1, last + 1) if left else (last,):
+            run = self.runs.of(first, end)
+            found = run.ways.fitting(flying)
+            if found is None:
                 return  # more layers need more memory
-            term = self._term(number, first, stage)
+            term = max(m * found[0] + max(fill, run.tail), m * run.synced)
             if term > most:
                 return
             yield end, term

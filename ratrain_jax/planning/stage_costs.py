@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.kernels.collectives import (
@@ -214,23 +214,22 @@ class StageCosts:
             end: the layer after its last.
             prefix: how many layers are recovered from the first on; those that the user checkpoints are in any case.
         """
+        again, forward, backward, recover = self.times(first, end, prefix)
+        memory = self.memory(number, first, end, prefix)
+        return Stage((first, end), again, prefix, forward, backward, recover, memory)
+
+    def times(self, first: int, end: int, prefix: int) -> tuple[int, float, float, float]:
+        """How many layers of a run are recovered; seconds of its forward, its backward and its recovery. See `stage`."""
         blocks = block_ends(end - first)
         launches = len(blocks) * self.machine.launch_seconds
         again, recover = 0, 0.0
         for start, stop in self.recovered_runs(first, end, prefix):
             again += stop - start
-            launched = sum(1 for block in blocks if start < first + block <= stop)
             recover += self.forward[stop] - self.forward[start]
+            launched = stop - start if len(blocks) > 1 else stop == end
             recover += launched * self.machine.launch_seconds
-        return Stage(
-            (first, end),
-            again,
-            prefix,
-            self.forward[end] - self.forward[first] + launches,
-            self.backward[end] - self.backward[first] + launches,
-            recover,
-            self.memory(number, first, end, prefix),
-        )
+        forward = self.forward[end] - self.forward[first] + launches
+        return again, forward, self.backward[end] - self.backward[first] + launches, recover
 
     def recovered_runs(self, first: int, end: int, prefix: int) -> list[tuple[int, int]]:
         """The runs of layers of a stage that are recovered; see `stage`."""
@@ -248,18 +247,8 @@ class StageCosts:
 
     def memory(self, number: int, first: int, end: int, prefix: int) -> StageMemory:
         """Bytes of a run of layers as a stage; see `stage`."""
-        if (first, end) not in self._lasting:
-            self._lasting[first, end] = self._without_activations(first, end)
-        sums, flying = self.sums, self.configuration.in_flight(number)
-        kept = sums.residuals[end] - sums.residuals[first]
-        once = checkpoints = 0
-        for start, stop in self.recovered_runs(first, end, prefix):
-            again = sums.residuals[stop] - sums.residuals[start]
-            incoming = self.table.cuts[start - 1] if start else 0
-            kept -= again
-            once += again - incoming  # what comes in is the checkpoint
-            checkpoints += incoming
-        lasting = self._lasting[first, end]
+        lasting, flying = self._lasting_of(first, end), self.configuration.in_flight(number)
+        kept, once, checkpoints = self._activations(first, end, prefix)
         return StageMemory(
             lasting.parameters,
             lasting.optimizer,
@@ -271,6 +260,29 @@ class StageCosts:
             lasting.operands,
             lasting.scratch,
         )
+
+    def bytes_in_flight(self, first: int, end: int, prefix: int) -> tuple[int, int]:
+        """Bytes of a run of layers as a stage: those that are always there, and those of each microbatch in flight."""
+        kept, once, checkpoints = self._activations(first, end, prefix)
+        return self._lasting_of(first, end).total + once, kept + checkpoints
+
+    def _activations(self, first: int, end: int, prefix: int) -> tuple[int, int, int]:
+        """Bytes of residuals for each microbatch in flight, of those that are there once, and of checkpoints for each."""
+        sums = self.sums
+        kept = sums.residuals[end] - sums.residuals[first]
+        once = checkpoints = 0
+        for start, stop in self.recovered_runs(first, end, prefix):
+            again = sums.residuals[stop] - sums.residuals[start]
+            incoming = self.table.cuts[start - 1] if start else 0
+            kept -= again
+            once += again - incoming  # what comes in is the checkpoint
+            checkpoints += incoming
+        return kept, once, checkpoints
+
+    def _lasting_of(self, first: int, end: int) -> StageMemory:
+        if (first, end) not in self._lasting:
+            self._lasting[first, end] = self._without_activations(first, end)
+        return self._lasting[first, end]
 
     def _without_activations(self, first: int, end: int) -> StageMemory:
         """The terms that depend on neither recovery nor the stage's place."""
@@ -365,13 +377,3 @@ class StageCosts:
             free = start + self.state[n].sync
         # The next microbatch fills up again while the rest waits.
         return max(most, sum(count for start, count in begun if start >= now))
-
-
-def fewest_recovered(
-    costs: StageCosts, number: int, first: int, end: int, fits: Callable[[StageMemory], bool]
-) -> int | None:
-    """How many layers of a stage, from its first on, must be recovered for it to fit; None if it does not fit at all."""
-    for prefix in (0, *block_ends(end - first)):
-        if fits(costs.memory(number, first, end, prefix)):
-            return prefix
-    return None

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import ratrain_jax as rt
 from ratrain_jax.errors import InfeasibleError, OptionError, PlanError, RATrainError
 from ratrain_jax.kernels import Arithmetic, load_machine
+from ratrain_jax.lowering.blocks import block_ends
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.memory import memory_analysis
 from ratrain_jax.lowering.op_costs import code_work
@@ -35,7 +36,7 @@ from ratrain_jax.planning.search import least_seconds, look_at, search
 from ratrain_jax.planning.simulated import costs_of
 from ratrain_jax.planning.space import Space
 from ratrain_jax.planning.splits import Split, best_split
-from ratrain_jax.planning.stage_costs import TERMS, StageCosts, fewest_recovered
+from ratrain_jax.planning.stage_costs import TERMS, StageCosts
 from ratrain_jax.planning.step_tasks import step_seconds
 from ratrain_jax.tracing import trace_step
 
@@ -165,6 +166,13 @@ CONFIGURATIONS = st.builds(
 LIMITS = st.sampled_from([10**12, 4 * 10**8, 2 * 10**8, 10**8])
 
 
+def fewest_recovered(costs, number, run, limit):
+    """How many layers of a stage must be recovered, from its first on, for it to fit; None if it never does."""
+    prefixes = (0, *block_ends(run[1] - run[0]))
+    fitting = (p for p in prefixes if costs.memory(number, *run, p).total <= limit)
+    return next(fitting, None)
+
+
 def every_split(costs, limit):
     """All splits of the layers into stages that fit."""
     c = costs.configuration
@@ -174,7 +182,7 @@ def every_split(costs, limit):
             all_of_it = run[1] - run[0]
             recovered = {
                 "none": 0,
-                "auto": fewest_recovered(costs, number, *run, lambda memory: memory.total <= limit),
+                "auto": fewest_recovered(costs, number, run, limit),
             }.get(c.recovery, all_of_it)
             if recovered is None:
                 break
