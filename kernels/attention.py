@@ -16,7 +16,7 @@ same, and so are their bits.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -232,25 +232,47 @@ def _run_backward(*arrays: jax.Array, spec: AttendSpec) -> Sequence[jax.Array]:
     return dq, dk, dv, *_listed(dextras)[0]
 
 
-def _flops(shapes: Sequence[tuple[int, ...]], params: dict[str, Any], which: str) -> int:
+def _forward_types(avals: Sequence[Any], spec: AttendSpec) -> list[tuple[tuple[int, ...], Any]]:
+    shape, wide = spec.spec.shape, jnp.dtype(jnp.float32)
+    return [(avals[0].shape, wide), ((shape.batch, shape.kv_heads, shape.rows), wide)]
+
+
+def _backward_types(avals: Sequence[Any], spec: AttendSpec) -> list[tuple[tuple[int, ...], Any]]:
+    dtypes = [jnp.dtype(dtype) for dtype in spec.spec.inputs]
+    found = [(aval.shape, dtype) for aval, dtype in zip(avals[:3], dtypes, strict=True)]
+    extras = dict(zip(spec.extras, avals[6:], strict=True))
+    return found + [(x.shape, x.dtype) for name, x in extras.items() if name != "mask"]
+
+
+def _problem(
+    shapes: Sequence[tuple[int, ...]], spec: AttendSpec, which: str
+) -> tuple[Attention, str]:
+    """The attention, and which pass of it."""
     del shapes
-    return params["spec"].spec.shape.flops(which)
+    staged = which == "backward" and spec.spec.backward == "staged"
+    return spec.spec.shape, "staged" if staged else which
 
 
-def _cost(
-    shapes: Sequence[tuple[int, ...]], params: dict[str, Any], machine: Machine, which: str
-) -> KernelCost:
-    del shapes
-    spec = params["spec"].spec
-    staged = which == "backward" and spec.backward == "staged"
-    return cost_attention(spec.shape, machine, "staged" if staged else which)
+def _flops(problem: tuple[Attention, str]) -> int:
+    shape, which = problem
+    return shape.flops("forward" if which == "forward" else "backward")
 
 
-def _kernel(which: str) -> Kernel:
-    return Kernel(
-        "attention", functools.partial(_flops, which=which), functools.partial(_cost, which=which)
-    )
+def _cost(problem: tuple[Attention, str], machine: Machine) -> KernelCost:
+    shape, which = problem
+    return cost_attention(shape, machine, which)
 
 
-attend_p = define("vmac_attention", _run_forward, _kernel("forward"))
-attend_back_p = define("vmac_attention_backward", _run_backward, _kernel("backward"))
+def _seconds(problem: tuple[Attention, str], machine: Machine) -> float:
+    return _cost(problem, machine).seconds
+
+
+def _kernel(which: str, types: Callable[..., Any]) -> Kernel:
+    problem = functools.partial(_problem, which=which)
+    return Kernel("attention", types, problem, _flops, _cost, _seconds)
+
+
+attend_p = define("vmac_attention", _run_forward, _kernel("forward", _forward_types))
+attend_back_p = define(
+    "vmac_attention_backward", _run_backward, _kernel("backward", _backward_types)
+)

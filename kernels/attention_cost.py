@@ -122,10 +122,11 @@ def cost_attention_plan(shape: Attention, machine: Machine, plan: AttentionPlan)
     """
     check_attention_plan(plan, shape, machine)
     accelerator = accelerator_of(machine)
-    count = steps(shape, plan, accelerator.cores, accelerator.lanes(HALF))
+    alone = dataclasses.replace(shape, batch=1)  # one head is what it is in any batch
+    count = steps(alone, plan, accelerator.cores, accelerator.lanes(HALF))
     cycles = {"forward": _forward_cycles, "backward": _backward_cycles}[plan.which]
     moved = {"forward": _forward_bytes, "backward": _backward_bytes}[plan.which]
-    one = moved(shape, plan, machine)
+    one = moved(alone, plan, machine)
     transfers = {kind: total * shape.count for kind, total in one.items() if total}
     rounds = ceil_div(shape.count, plan.groups)
     compute = rounds * cycles(shape, plan, count, machine) / accelerator.clock
@@ -158,12 +159,13 @@ def _backward_cycles(shape: Attention, plan: AttentionPlan, count: Steps, machin
     return ceil_div(tile * count.slices, slices)
 
 
+@functools.lru_cache(maxsize=65536)
 def _forward_bytes(shape: Attention, plan: AttentionPlan, machine: Machine) -> dict[Transfer, int]:
     """Bytes of one head. Every round of row tiles has the keys and values that it sees pass by once."""
     team = accelerator_of(machine).cores // plan.groups
     rows, seen = row_tiles(shape, plan)
     seen = np.minimum(ceil_div(seen, plan.block_k) * plan.block_k, shape.keys)
-    streamed = sum(int(seen[at : at + team].max()) for at in range(0, len(seen), team))
+    streamed = int(np.maximum.reduceat(seen, np.arange(0, len(seen), team)).sum())
     scores, size = int((rows * seen).sum()), shape.head_size
     return {
         ("DDR", "SM", "point"): shape.rows * size * HALF,
@@ -174,6 +176,7 @@ def _forward_bytes(shape: Attention, plan: AttentionPlan, machine: Machine) -> d
     }
 
 
+@functools.lru_cache(maxsize=65536)
 def _backward_bytes(shape: Attention, plan: AttentionPlan, machine: Machine) -> dict[Transfer, int]:
     """Bytes of one head.
 

@@ -97,6 +97,12 @@ def cost_gemm(gemm: Gemm, machine: Machine, plan: TilePlan | None = None) -> Ker
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def gemm_seconds(gemm: Gemm, machine: Machine) -> float:
+    """Returns the seconds of `cost_gemm` by the best plan, without what else there is to say of it."""
+    return float(times(gemm, plan_for(gemm, machine), machine).total)
+
+
 def repeated(cost: KernelCost, count: int) -> KernelCost:
     """Returns the cost of `count` equal kernels, one after the other."""
     return dataclasses.replace(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ratrain_jax.errors import OptionError
-from ratrain_jax.kernels.cost import KernelCost, cost_gemm, repeated
+from ratrain_jax.kernels.cost import KernelCost, cost_gemm, gemm_seconds, repeated
 from ratrain_jax.kernels.gemm_plan import plan_for
 from ratrain_jax.kernels.machine import Machine
 from ratrain_jax.kernels.machine_file import machine_of
@@ -238,18 +238,36 @@ def _product(a: jax.Array, b: jax.Array, *, spec: ProductSpec) -> tuple[jax.Arra
     return (product(a, b, gemm, plan_for(gemm, machine), spec.arithmetic.mode, lanes),)
 
 
-def _product_cost(
-    shapes: Sequence[tuple[int, ...]], params: dict[str, Any], machine: Machine
-) -> KernelCost:
-    gemm = _gemm(shapes[0], shapes[1], params["spec"])
-    return repeated(cost_gemm(gemm, machine), shapes[0][0])
+def _product_type(avals: Sequence[Any], spec: ProductSpec) -> list[tuple[tuple[int, ...], Any]]:
+    left, right = (aval.shape for aval in avals)
+    return [((left[0], left[1], right[2]), jnp.dtype(spec.stored))]
 
 
-def _product_flops(shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> int:
-    return shapes[0][0] * _gemm(shapes[0], shapes[1], params["spec"]).flops
+def _products(shapes: Sequence[tuple[int, ...]], spec: ProductSpec) -> tuple[Gemm, int]:
+    """The product, and how many there are of it."""
+    return _gemm(shapes[0], shapes[1], spec), shapes[0][0]
 
 
-product_p = define("vmac_product", _product, Kernel("product", _product_flops, _product_cost))
+def _product_cost(problem: tuple[Gemm, int], machine: Machine) -> KernelCost:
+    gemm, count = problem
+    return repeated(cost_gemm(gemm, machine), count)
+
+
+def _product_seconds(problem: tuple[Gemm, int], machine: Machine) -> float:
+    gemm, count = problem
+    return count * gemm_seconds(gemm, machine)
+
+
+def _product_flops(problem: tuple[Gemm, int]) -> int:
+    gemm, count = problem
+    return count * gemm.flops
+
+
+product_p = define(
+    "vmac_product",
+    _product,
+    Kernel("product", _product_type, _products, _product_flops, _product_cost, _product_seconds),
+)
 
 
 def _compute(a: jax.Array, b: jax.Array, spec: _Spec) -> jax.Array:

@@ -9,7 +9,6 @@ Reverse-mode differentiation never meets the primitives: custom rules around the
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,17 +27,46 @@ class Kernel:
 
     Attributes:
       kind: What it is called in reports, such as "product".
-      flops: Shapes of its operands, its parameters → operations that the mathematics asks for.
-      cost: Shapes of its operands, its parameters, a machine → its cost.
+      results: Types of its operands, its `spec` → shapes and dtypes of its results. Asked whenever
+        it is traced, which is why the emulation is not.
+      problem: Shapes of its operands, its `spec` → what there is to plan, as hashable dataclasses
+        and numbers; all that the three below depend on.
+      flops: The problem → operations that the mathematics asks for.
+      cost: The problem, a machine → its cost.
+      seconds: The problem, a machine → the seconds of its cost alone, which are found sooner.
     """
 
     kind: str
-    flops: Callable[[Sequence[tuple[int, ...]], dict[str, Any]], int]
-    cost: Callable[[Sequence[tuple[int, ...]], dict[str, Any], Machine], KernelCost]
+    results: Callable[[Sequence[Any], Any], list[tuple[tuple[int, ...], Any]]]
+    problem: Callable[[Sequence[tuple[int, ...]], Any], Any]
+    flops: Callable[[Any], int]
+    cost: Callable[[Any, Machine], KernelCost]
+    seconds: Callable[[Any, Machine], float]
 
 
 KERNELS: dict[str, Kernel] = {}
 """All kernel primitives, by name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel with what it is asked to do.
+
+    Attributes:
+      name: The kernel's name.
+      problem: See `Kernel`.
+    """
+
+    name: str
+    problem: Any
+
+    def cost(self, machine: Machine) -> KernelCost:
+        """What it costs on a machine with an accelerator."""
+        return KERNELS[self.name].cost(self.problem, machine)
+
+    def seconds(self, machine: Machine) -> float:
+        """How long it takes there."""
+        return KERNELS[self.name].seconds(self.problem, machine)
 
 
 def define(name: str, run: Callable[..., Sequence[jax.Array]], kernel: Kernel) -> jex.Primitive:
@@ -57,14 +85,8 @@ def define(name: str, run: Callable[..., Sequence[jax.Array]], kernel: Kernel) -
     # A jit of its own keeps equal kernels of one program one function.
     shared = jax.jit(run, static_argnames="spec")
 
-    @functools.lru_cache(maxsize=1024)
-    def results(given: tuple[tuple[tuple[int, ...], Any], ...], spec: Any) -> list[Any]:
-        args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given]
-        made = jax.eval_shape(lambda *args: list(run(*args, spec=spec)), *args)
-        return [jax.core.ShapedArray(one.shape, one.dtype) for one in made]
-
     def types(*avals: Any, spec: Any) -> list[Any]:
-        return results(tuple((aval.shape, aval.dtype) for aval in avals), spec)
+        return [jax.core.ShapedArray(*one) for one in kernel.results(avals, spec)]
 
     def batch(args: Any, dims: Any, *, spec: Any) -> tuple[Any, Any]:
         results = jax.vmap(lambda *xs: shared(*xs, spec=spec), in_axes=tuple(dims))(*args)
@@ -106,14 +128,21 @@ def call_cost(eqn: Any, machine: Machine) -> KernelCost | None:
       >>> call_cost(jaxpr.eqns[0], load_machine("mt3000")).flops
       524288
     """
+    call = call_of(eqn)
+    return None if call is None else call.cost(machine)
+
+
+def call_of(eqn: Any) -> Call | None:
+    """The call that an equation is; None if it is no kernel."""
     kernel = KERNELS.get(eqn.primitive.name)
-    return None if kernel is None else kernel.cost(_shapes(eqn), eqn.params, machine)
+    if kernel is None:
+        return None
+    shapes = [tuple(atom.aval.shape) for atom in eqn.invars]
+    return Call(eqn.primitive.name, kernel.problem(shapes, eqn.params["spec"]))
 
 
 def call_flops(eqn: Any) -> int:
     """Operations that the mathematics of a kernel's equation asks for."""
-    return KERNELS[eqn.primitive.name].flops(_shapes(eqn), eqn.params)
-
-
-def _shapes(eqn: Any) -> list[tuple[int, ...]]:
-    return [tuple(atom.aval.shape) for atom in eqn.invars]
+    call = call_of(eqn)
+    assert call is not None
+    return KERNELS[call.name].flops(call.problem)

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 
 from ratrain_jax import compat
 from ratrain_jax.errors import MachineError
-from ratrain_jax.kernels import Arithmetic, cost_gemm, gemm_of, vmac_dot_general
+from ratrain_jax.kernels import Arithmetic, gemm_of, vmac_dot_general
+from ratrain_jax.kernels.gemm_plan import plan_for
 from ratrain_jax.lowering.attention_call import Call, attention_call
 from ratrain_jax.lowering.attention_match import Finder
 from ratrain_jax.lowering.cost import equation_costs
@@ -172,7 +173,7 @@ def refusal(eqn: Eqn, moving: set[Var], arithmetic: Arithmetic) -> str:
     try:
         numbers = eqn.params["dimension_numbers"]
         gemm, _ = gemm_of(shapes[0], shapes[1], numbers, accumulator=arithmetic.accumulator)
-        cost_gemm(gemm, arithmetic.machine)
+        plan_for(gemm, arithmetic.machine)
     except MachineError:
         return "fits no plan"
     return ""

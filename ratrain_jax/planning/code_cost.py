@@ -1,7 +1,8 @@
 """Seconds of one program of a layer, in a form that can be stretched to other sizes of microbatch.
 
 Shapes are linear in the examples of a microbatch, so each equation's operations and bytes are too: from two sizes every
-other follows. Seconds are not, for each equation is bound by its arithmetic or by its bytes, whichever takes longer.
+other follows. Seconds are not, for each equation is bound by its arithmetic or by its bytes, whichever takes longer; and
+kernels have a tile plan at each size.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.extend import core as jex
 
 from ratrain_jax.kernels import Machine
-from ratrain_jax.kernels.primitives import call_cost
+from ratrain_jax.kernels.primitives import Call, call_of
 from ratrain_jax.lowering.cost import aval_bytes, bytes_moved, equation_costs, holds_code
 from ratrain_jax.lowering.products import compute_dtype, product_count
 from ratrain_jax.lowering.tensor_parallel import Division
@@ -29,8 +31,8 @@ class CodeCost:
         bytes: bytes to and from main memory.
         rates: FLOP/s that each is done at, were it large.
         extra: seconds of arithmetic that its products lose for being small.
-        bandwidth: bytes a second.
-        planned: seconds of kernels, whose tile plans know no other sizes.
+        machine: what it runs on.
+        calls: kernels, each with the share of it that is done.
         collectives: seconds of what tensor-parallel ranks exchange.
     """
 
@@ -38,30 +40,62 @@ class CodeCost:
     bytes: np.ndarray
     rates: np.ndarray
     extra: np.ndarray
-    bandwidth: float
-    planned: float = 0.0
+    machine: Machine
+    calls: tuple[tuple[float, Call], ...] = ()
     collectives: float = 0.0
 
     @functools.cached_property
     def seconds(self) -> float:
         """How long it takes, without starting it."""
         compute = self.flops / self.rates + self.extra
-        done = float(np.maximum(compute, self.bytes / self.bandwidth).sum())
-        return done + self.planned + self.collectives
+        done = float(np.maximum(compute, self.bytes / self.machine.streaming_bandwidth).sum())
+        planned = sum(share * call.seconds(self.machine) for share, call in self.calls)
+        return done + planned + self.collectives
 
-    def stretched(self, other: CodeCost, times: float) -> CodeCost:
-        """This cost plus `times` the difference to that at another size."""
+    def stretched(self, other: CodeCost, times: float) -> CodeCost | None:
+        """This cost plus `times` the difference to that at another size; None if the two are not of one program."""
+        same = (self.rates, self.extra), (other.rates, other.extra)
+        if not all(map(np.array_equal, *same)) or len(self.calls) != len(other.calls):
+            return None
+        calls = tuple(between(*pair, times) for pair in zip(self.calls, other.calls, strict=True))
+        if None in calls:
+            return None
         return dataclasses.replace(
             self,
             flops=self.flops + times * (other.flops - self.flops),
             bytes=self.bytes + times * (other.bytes - self.bytes),
+            calls=calls,
             collectives=self.collectives + times * (other.collectives - self.collectives),
         )
 
-    def stretches(self, other: CodeCost) -> bool:
-        """Whether both are of one program at two sizes, and sizes are all that they depend on."""
-        same = (self.rates, self.extra), (other.rates, other.extra)
-        return not (self.planned or other.planned) and all(map(np.array_equal, *same))
+
+def between(one: Any, other: Any, times: float) -> Any:
+    """`one` plus `times` the difference to `other`, number by number of equal trees; None if they are not equal trees.
+
+    Args:
+        one: a whole number, or a tuple or a dataclass of such; anything else in it must be equal in both.
+        other: likewise.
+        times: how often the difference is added; all results must be whole.
+
+    Example:
+        >>> between((1, "a", 20), (2, "a", 30), 3)
+        (4, 'a', 50)
+    """
+    if one == other:
+        return one
+    if type(one) is not type(other):
+        return None
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        found = [between(getattr(one, name), getattr(other, name), times) for name in names]
+        return None if None in found else type(one)(*found)  # pyright: ignore[reportCallIssue]
+    if isinstance(one, tuple) and len(one) == len(other):
+        found = [between(*pair, times) for pair in zip(one, other, strict=True)]
+        return None if None in found else tuple(found)
+    if isinstance(one, int):
+        made = one + times * (other - one)
+        return int(made) if made == int(made) else None
+    return None
 
 
 def code_cost(closed: jex.ClosedJaxpr, machine: Machine) -> CodeCost:
@@ -105,11 +139,11 @@ def _counted(
 ) -> CodeCost:
     """The cost of a program from what is done of each equation: which share, operations, bytes."""
     flops, moved, rates, extra = [], [], [], []
-    planned = 0.0
+    calls: list[tuple[float, Call]] = []
     for eqn, (share, operations, count) in zip(closed.jaxpr.eqns, counted, strict=True):
-        kernel = call_cost(eqn, machine) if machine.accelerator is not None else None
-        if kernel is not None:
-            planned += share * kernel.seconds
+        call = call_of(eqn) if machine.accelerator is not None else None
+        if call is not None:
+            calls.append((share, call))
             continue
         dtype, products = compute_dtype(eqn), product_count(eqn)
         small = machine.compute_seconds(0.0, dtype, products=products)
@@ -123,6 +157,6 @@ def _counted(
         bytes=np.array(moved, float),
         rates=np.array(rates, float),
         extra=np.array(extra, float),
-        bandwidth=machine.streaming_bandwidth,
-        planned=planned,
+        machine=machine,
+        calls=tuple(calls),
     )

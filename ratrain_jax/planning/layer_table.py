@@ -166,19 +166,19 @@ def stretched(small: LayerTable, large: LayerTable, rows: int) -> LayerTable | N
     known: dict[tuple[int, int], LayerRow] = {}
     found = []
     for one, other in zip(small.rows, large.rows, strict=True):
-        if not (
-            one.name == other.name
-            and one.forward.stretches(other.forward)
-            and one.backward.stretches(other.backward)
-        ):
+        if one.name != other.name:
             return None
         key = (one.kind, other.kind)
         if key not in known:
+            forward = one.forward.stretched(other.forward, times)
+            backward = one.backward.stretched(other.backward, times)
+            if forward is None or backward is None:
+                return None
             known[key] = dataclasses.replace(
                 one,
                 kind=len(known),
-                forward=one.forward.stretched(other.forward, times),
-                backward=one.backward.stretched(other.backward, times),
+                forward=forward,
+                backward=backward,
                 residuals=between(one.residuals, other.residuals),
                 inputs=between(one.inputs, other.inputs),
                 scratch=between(one.scratch, other.scratch),

@@ -96,6 +96,7 @@ def plan(
     whole = work.table(1)
     choices = _choices(include_simulated, space)
     looked_at = Space(devices=count, global_batch=global_batch, layers=len(whole.rows), **choices)
+    work.trace_few({configuration.rows for configuration in looked_at.configurations()})
     found = search(looked_at, work.table, chosen, limit)
     if found.best is None:
         raise InfeasibleError(_infeasible(found, looked_at, work, limit))
@@ -113,9 +114,9 @@ def workload(
     """A step to plan for; see `plan`."""
     if backend is None:
         backend = machine.name if machine.accelerator is not None else "xla"
-    # How many devices there are is nothing to a kernel.
-    alone = dataclasses.replace(machine, devices=0)
-    kernels = None if backend == "xla" else Arithmetic.of(alone, None, "fast")
+    # How many devices there are is nothing to a kernel, and plans of equal products are kept by machine.
+    machine = dataclasses.replace(machine, devices=0)
+    kernels = None if backend == "xla" else Arithmetic.of(machine, None, "fast")
     state, *rest = (abstract(arg) for arg in args)
     batch = resized(rest, batch_argnums, lambda rows: global_batch)
     return Workload(step, (state, *batch), machine, kernels, global_batch, batch_argnums)

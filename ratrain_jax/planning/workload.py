@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ratrain_jax.kernels import Arithmetic, Machine
@@ -51,13 +52,37 @@ class Workload:
             self._tables[key] = self._stretched(rows, tensor) or self._count(rows, tensor)
         return self._tables[key]
 
+    def trace_few(self, sizes: Collection[int]) -> None:
+        """Traces as few sizes as need be: the ends of each range in which steps have the same layers.
+
+        Args:
+            sizes: examples of a microbatch, all that will be asked for.
+        """
+        several = sorted(n for n in sizes if n > 1)
+        ranges = [(0, len(several) - 1)] if several else []
+        while ranges:
+            first, last = ranges.pop()
+            ends = self.table(several[first]), self.table(several[last])
+            between = (first + last) // 2
+            if first < between and stretched(*ends, several[between]) is None:
+                ranges += [(first, between), (between, last)]
+
     def _stretched(self, rows: int, tensor: int) -> LayerTable | None:
-        """From two sizes traced, where that gives what a trace would."""
+        """From a smaller and a larger size that were traced, where that gives what a trace would.
+
+        How large one part of a step is beside another grows or falls with the size, so that what two sizes agree on,
+        where layers begin for one, those between them do too.
+        """
         # A microbatch of one example has programs of its own: axes of one element need no transposing.
-        traced = [n for n in self._codes if n > 1][:2]
-        if len(traced) < 2 or rows in self._codes or rows == 1:
+        smaller = sorted(n for n in self._codes if 1 < n < rows)
+        larger = sorted(n for n in self._codes if n > rows)
+        if rows in self._codes:
             return None
-        return stretched(self.table(traced[0], tensor), self.table(traced[1], tensor), rows)
+        for pair in itertools.product(reversed(smaller), larger):
+            found = stretched(*(self.table(n, tensor) for n in pair), rows)
+            if found is not None:
+                return found
+        return None
 
     def _count(self, rows: int, tensor: int = 1) -> LayerTable:
         if rows not in self._codes:

@@ -1,5 +1,7 @@
 """A kernel is one equation: seen, costed, batched and differentiated as such."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from ratrain_jax.kernels import (
     vmac_attention,
     vmac_dot_general,
 )
-from ratrain_jax.kernels.primitives import call_cost, call_flops
+from ratrain_jax.kernels.primitives import KERNELS, call_cost, call_flops, call_of
 from ratrain_jax.lowering.graph import inline
 
 MT3000 = load_machine("mt3000")
@@ -89,3 +91,44 @@ def test_what_names_an_arithmetic_is_short_and_tells_machines_apart():
     assert repr(first) == repr(Arithmetic.of(load_machine("mt3000"), "fp32", "fast"))
     others = [("fp16", "fast"), ("fp32", "exact")]
     assert len({repr(first), *(repr(Arithmetic.of("mt3000", *how)) for how in others)}) == 3
+
+
+@pytest.mark.parametrize("form", ["resident", "staged"])
+@pytest.mark.parametrize("extras", [{}, {"bias": 4}, {"slopes": 1}, {"bias": 4, "mask": 4}])
+def test_results_have_the_types_that_the_emulation_gives(form, extras):
+    q, k = jnp.ones((2, 16, 4, 8), jnp.bfloat16), jnp.ones((2, 16, 2, 8), jnp.float32)
+    given = {
+        "bias": jnp.ones((1, 4, 16, 16), jnp.bfloat16) if "bias" in extras else None,
+        "mask": jnp.ones((2, 1, 1, 16), bool) if "mask" in extras else None,
+        "alibi_slopes": jnp.ones(4) if "slopes" in extras else None,
+    }
+
+    def loss(q, k, bias, slopes):
+        extra = {**given, "bias": bias, "alibi_slopes": slopes}
+        return vmac_attention(q, k, k, backward=form, **extra).sum()
+
+    moving = [
+        n for n, x in enumerate((q, k, given["bias"], given["alibi_slopes"])) if x is not None
+    ]
+    arrays = (q, k, given["bias"], given["alibi_slopes"])
+    found = kernels(jax.grad(loss, moving), *arrays)
+    x = jnp.ones((3, 8, 8), jnp.float16)
+    batched = (((2,), (1,)), ((0,), (0,)))
+    for out in (jnp.float16, jnp.float32):
+        found += kernels(lambda x, o=out: vmac_dot_general(x, x, batched, None, o), x)
+    assert {eqn.primitive.name for eqn in found} == set(KERNELS)
+    for eqn in found:
+        args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        run = functools.partial(eqn.primitive.impl, **eqn.params)
+        made = jax.eval_shape(run, *args)
+        types = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        assert types == [(one.shape, one.dtype) for one in made]
+
+
+def test_seconds_alone_are_those_of_the_cost():
+    q = jnp.ones((1, 16, 2, 8), jnp.float16)
+    found = kernels(jax.grad(lambda q: vmac_attention(q, q, q).sum()), q)
+    x = jnp.ones((3, 8, 8), jnp.float16)
+    found += kernels(lambda x: vmac_dot_general(x, x, (((2,), (1,)), ((0,), (0,)))), x)
+    for eqn in found:
+        assert call_of(eqn).seconds(MT3000) == call_cost(eqn, MT3000).seconds

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ratrain_jax as rt
 from ratrain_jax.errors import InfeasibleError, OptionError, PlanError, RATrainError
-from ratrain_jax.kernels import Arithmetic, load_machine
+from ratrain_jax.kernels import Arithmetic, Gemm, load_machine
 from ratrain_jax.lowering.blocks import block_ends
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.memory import memory_analysis
@@ -26,7 +26,7 @@ from ratrain_jax.lowering.op_costs import code_work
 from ratrain_jax.lowering.tensor_parallel import layer_on_rank
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.models import ModelConfig, language_model
-from ratrain_jax.planning.code_cost import code_cost
+from ratrain_jax.planning.code_cost import between, code_cost
 from ratrain_jax.planning.configuration import Configuration
 from ratrain_jax.planning.fewest import fewest_devices
 from ratrain_jax.planning.memory_parts import memory_parts
@@ -93,21 +93,41 @@ def test_rows_are_those_of_the_whole_model():
 
 
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_other_sizes_of_microbatch_follow_from_two(tensor):
-    known = workload(
-        model().step, (model().abstract_state(), model().abstract_batch(1)), A100, BATCH
-    )
-    traced = [known.table(n, tensor) for n in (2, 4)]
-    stretched, own = known.table(8, tensor), known._count(8, tensor)
-    assert len(traced) == 2
-    for one, other in zip(stretched.rows, own.rows, strict=True):
+@pytest.mark.parametrize("machine", ["a100", "mt3000"])
+def test_sizes_of_microbatch_follow_from_one_below_and_one_above(tensor, machine):
+    args = (model().abstract_state(), model().abstract_batch(1))
+    known = workload(model().step, args, load_machine(machine), BATCH)
+    known.trace_few({1, 8, 12, 24})
+    found = known.table(12, tensor)
+    assert sorted(known._codes) == [8, 24]
+    own = known._count(12, tensor)
+    assert any(row.forward.calls for row in own.rows) == (machine == "mt3000")
+    for one, other in zip(found.rows, own.rows, strict=True):
         assert one.forward.seconds == pytest.approx(other.forward.seconds, rel=1e-12)
         assert one.backward.seconds == pytest.approx(other.backward.seconds, rel=1e-12)
         same = ("name", "residuals", "inputs", "view", "parameters")
         assert all(getattr(one, name) == getattr(other, name) for name in same)
         # A rank's share is rounded to bytes at each size.
         assert abs(one.scratch - other.scratch) <= (0 if tensor == 1 else tensor)
-    assert (stretched.cuts, stretched.operands) == (own.cuts, own.operands)
+    assert (found.cuts, found.operands) == (own.cuts, own.operands)
+
+
+def test_sizes_that_have_other_layers_are_traced():
+    # The embedding is a layer of its own for few examples, and a trifle beside the blocks for many.
+    args = (model().abstract_state(), model().abstract_batch(1))
+    known = workload(model().step, args, load_machine("mt3000"), BATCH)
+    known.trace_few({1, 2, 3, 24})
+    assert len(known.table(2).rows) != len(known.table(24).rows)
+    assert known.table(3).rows[0].name == known.table(2).rows[0].name
+    assert sorted(known._codes) == [2, 3, 24]
+
+
+def test_only_equal_trees_have_something_between_them():
+    assert between((2, Gemm(4, 8, 16)), (4, Gemm(8, 8, 16)), 3) == (8, Gemm(16, 8, 16))
+    assert between((2, "a"), (4, "b"), 3) is None
+    assert between((2, 3), (4,), 3) is None
+    assert between(2, 2.5, 3) is None
+    assert between(2, 3, 0.5) is None
 
 
 @pytest.mark.parametrize("machine", ["a100", "mt3000"])
