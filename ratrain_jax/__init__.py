@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ratrain_jax import machines as machines
     from ratrain_jax import models as models
     from ratrain_jax.checkpoints.checkpoints import Checkpoints as Checkpoints
+    from ratrain_jax.distributed.initialize import initialize as initialize
     from ratrain_jax.evaluation import eval_step as eval_step
     from ratrain_jax.gathering import gather as gather
     from ratrain_jax.loss_scale import DynamicLossScale as DynamicLossScale
@@ -48,6 +49,7 @@ _HOMES = {
     "eval_step": "ratrain_jax.evaluation",
     "gather": "ratrain_jax.gathering",
     "grad": "ratrain_jax.losses",
+    "initialize": "ratrain_jax.distributed.initialize",
     "layer": "ratrain_jax.lowering.marks",
     "machines": "ratrain_jax.machines",
     "select_tree": "ratrain_jax.loss_scale",

@@ -81,6 +81,10 @@ class ModelConfigError(RATrainError, ValueError):
     """A model's configuration is malformed, contradicts itself, or describes a model that is refused by name."""
 
 
+class DistributedError(RATrainError):
+    """The processes of a run did not find each other, do not agree, or one of them was lost."""
+
+
 class RATrainWarning(UserWarning):
     """Base of all warnings given by this package."""
 

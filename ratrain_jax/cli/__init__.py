@@ -1,5 +1,6 @@
-"""The command line: `ratrain inspect | plan | simulate | profile | report | train | bench | machines | completion`.
+"""The command line, `ratrain`.
 
+Its commands are `inspect`, `plan`, `simulate`, `profile`, `report`, `train`, `launch`, `bench`, `machines` and `completion`.
 One module a command; what they share stands in `options` (what is asked for), `target` (what is looked at), `devices` and
 `output`. Errors that users can mend end a command with one sentence on standard error and exit code 2.
 """
@@ -17,6 +18,7 @@ from ratrain_jax.cli.bench import bench
 from ratrain_jax.cli.completion import completion
 from ratrain_jax.cli.failures import told
 from ratrain_jax.cli.inspect import inspect
+from ratrain_jax.cli.launch import launch
 from ratrain_jax.cli.machines import list_machines
 from ratrain_jax.cli.options import quiet_option
 from ratrain_jax.cli.plan import plan
@@ -40,7 +42,18 @@ def cli() -> None:
     """
 
 
-for _command in (inspect, plan, simulate, profile, report, train, bench, list_machines, completion):
+for _command in (
+    inspect,
+    plan,
+    simulate,
+    profile,
+    report,
+    train,
+    launch,
+    bench,
+    list_machines,
+    completion,
+):
     cli.add_command(_command)
 
 
