@@ -26,6 +26,7 @@ from ratrain_jax.cli.profile import profile
 from ratrain_jax.cli.report import report
 from ratrain_jax.cli.simulate import simulate
 from ratrain_jax.cli.train import train
+from ratrain_jax.distributed import departures
 from ratrain_jax.errors import RATrainError
 
 
@@ -89,4 +90,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _end(message: str, code: int) -> None:
     click.echo(f"ratrain: {message}", err=True)
+    departures.fail(code)
     sys.exit(code)

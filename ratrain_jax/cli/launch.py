@@ -103,6 +103,10 @@ def _places(
     count: int | None, coordinator: str | None, processes: int | None, process_id: int | None
 ) -> tuple[int, int, int]:
     """How many processes are started here, how many there are, and the id of the first."""
+    from ratrain_jax.distributed.initialize import split_address
+
+    if coordinator is not None:
+        split_address(coordinator)
     if processes is not None or process_id is not None:
         if coordinator is None or processes is None or process_id is None:
             raise OptionError(

@@ -134,9 +134,12 @@ def train(
     import optax
 
     from ratrain_jax.cli.text import passages, read_tokens
+    from ratrain_jax.distributed.initialize import initialize, is_one_of_several
     from ratrain_jax.models import language_model, load_config
     from ratrain_jax.train import train_step
 
+    if is_one_of_several(os.environ):
+        initialize()
     path = _free(output or "run.jsonl", overwrite)
     config = load_config(model)
     tokens, words = read_tokens(text, config.vocab)

@@ -46,14 +46,14 @@ def watch() -> None:
 
 
 def fail(code: int = 1) -> None:
-    """Notes that this process has failed: when it ends, it will not wait for the others.
+    """Notes that this process has failed: when it ends, it will not wait for the others. Alone it ends as ever.
 
     Args:
         code: its exit code.
     """
     global _code
-    watch()
-    _code = code
+    if _watching:
+        _code = code
 
 
 def _leave() -> None:

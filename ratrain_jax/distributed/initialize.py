@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ratrain_jax.distributed import departures
+from ratrain_jax.distributed import departures, failures, peers
 from ratrain_jax.errors import DistributedError
 
 COORDINATOR: Final = "JAX_COORDINATOR_ADDRESS"
@@ -22,6 +22,8 @@ PROCESSES: Final = "RATRAIN_PROCESSES"
 PROCESS_ID: Final = "RATRAIN_PROCESS_ID"
 """What `ratrain launch` says to its processes; the first is JAX's own."""
 
+_CLUSTERS: Final = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE")
+"""What Slurm and Open MPI say to the processes that they start."""
 _NOTHING_SET: Final = "coordinator_address should be defined"
 """What JAX says where neither arguments nor a cluster name a coordinator."""
 _LONGER: Final = 3600
@@ -105,17 +107,18 @@ def initialize(
             heartbeat_timeout_seconds=heartbeat,
         )
 
-    try:
-        found = _within(timeout, connect)
-    except KeyboardInterrupt:
-        departures.fail()
-        raise
+    found = _within(timeout, connect)
     if isinstance(found, ValueError) and _NOTHING_SET in str(found) and place == Place():
         return
-    if found is not None or not jax.distributed.is_initialized():
-        departures.fail()
-        raise _explained(found, place, timeout) from found
+    if isinstance(found, TimeoutError):
+        departures.watch()
+        departures.fail()  # JAX's own end would wait for the others once more
+        raise DistributedError(_missing(place, timeout))
+    if found is not None:
+        raise _explained(found, place) from found
     departures.watch()
+    failures.expect(heartbeat)
+    peers.expect(place.processes)
 
 
 def place_of(
@@ -144,6 +147,15 @@ def place_of(
         _number(PROCESS_ID, environment) if process_id is None else process_id,
         launched=True,
     )
+
+
+def is_one_of_several(environment: Mapping[str, str]) -> bool:
+    """Whether `ratrain launch`, Slurm or Open MPI started this process, perhaps among others.
+
+    Args:
+        environment: of the process.
+    """
+    return any(name in environment for name in (PROCESSES, *_CLUSTERS))
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int:
@@ -231,7 +243,7 @@ def _within(seconds: float, work: Callable[[], None]) -> Exception | None:
     JAX waits where Python cannot interrupt it, and aborts the process at the end of its time.
 
     Returns:
-        What was raised; None if nothing was, or if the time is over.
+        What was raised, a `TimeoutError` if the time is over, or None.
     """
     raised: list[Exception] = []
 
@@ -244,13 +256,13 @@ def _within(seconds: float, work: Callable[[], None]) -> Exception | None:
     thread = threading.Thread(target=run, name="ratrain-initialize", daemon=True)
     thread.start()
     thread.join(seconds)
+    if thread.is_alive():
+        return TimeoutError()
     return raised[0] if raised else None
 
 
-def _explained(error: Exception | None, place: Place, timeout: int) -> DistributedError:
-    """Why the processes did not find each other."""
-    if error is None:
-        return DistributedError(_missing(place, timeout))
+def _explained(error: Exception, place: Place) -> DistributedError:
+    """What JAX refused, and why."""
     said = str(error)
     if "before any JAX calls" in said or "called once" in said:
         return DistributedError(

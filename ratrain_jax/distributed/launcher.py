@@ -168,22 +168,20 @@ def _wait(
     running = set(children)
     failed: _Child | None = None
     asked: int | None = None
-    patience = None
+    patience, harder = None, signal.SIGTERM
     while running:
         try:
             event = events.get(timeout=patience)
         except queue.Empty:
-            # After one failed: ask the others to end, and then no longer ask.
-            number = signal.SIGTERM if patience == _SETTLE else signal.SIGKILL
             for child in running:
-                child.signal(number)
-            patience = grace
+                child.signal(harder)
+            patience, harder = grace, signal.SIGKILL
             continue
         if isinstance(event, int):
             # A second Ctrl-C does not wait.
             for child in running:
                 child.signal(event if asked is None else signal.SIGKILL)
-            asked, patience = event, grace
+            asked, patience, harder = event, grace, signal.SIGKILL
             continue
         running.discard(event)
         if event.code != 0 and failed is None and asked is None:

@@ -157,6 +157,7 @@ def test_the_commands_are_there():
         "bench",
         "completion",
         "inspect",
+        "launch",
         "machines",
         "plan",
         "profile",

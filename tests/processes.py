@@ -1,0 +1,95 @@
+"""Several processes of one run, for tests."""
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LONG = 120
+"""Seconds after which a test gives up; none should take as long."""
+BOUND = 30
+"""Seconds after which all processes of a run have stopped when one was lost: what is promised."""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**more):
+    """Of a process that JAX is told nothing of, with one CPU device."""
+    known = ("XLA_FLAGS", "RATRAIN_", "JAX_COORD", "SLURM_", "OMPI_")
+    base = {name: value for name, value in os.environ.items() if not name.startswith(known)}
+    base |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    return base | {name: str(value) for name, value in more.items()}
+
+
+@dataclasses.dataclass
+class Started:
+    """A process of a run."""
+
+    process: subprocess.Popen
+    said: str = ""
+
+    @property
+    def code(self):
+        return self.process.returncode
+
+    def wait(self, timeout=LONG):
+        """Until it has ended; what it printed."""
+        try:
+            self.said += self.process.communicate(timeout=timeout)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.said += self.process.communicate()[0]
+            raise AssertionError(f"still running after {timeout} s:\n{self.said}") from None
+        return self.said
+
+    def read_until(self, word):
+        """Until it has printed a word."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+            if word in line:
+                return
+        raise AssertionError(f"ended without {word!r}:\n{self.said}")
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+
+
+def start(*arguments, **variables):
+    """Starts Python; standard output and errors come together."""
+    return Started(
+        subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env=environment(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    )
+
+
+def start_run(count, *arguments, **variables):
+    """Starts as many processes, as machines of a cluster would: nobody looks after them."""
+    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "RATRAIN_PROCESSES": count}
+    return [
+        start(*arguments, **place, RATRAIN_PROCESS_ID=number, **variables)
+        for number in range(count)
+    ]
+
+
+def end_all(started):
+    """Kills what is left of a run."""
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
