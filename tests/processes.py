@@ -92,4 +92,6 @@ def end_all(started):
     for one in started:
         if one.process.poll() is None:
             one.process.kill()
-        one.process.communicate()
+        one.process.wait()
+        if one.process.stdout is not None:
+            one.process.stdout.close()

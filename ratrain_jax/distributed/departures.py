@@ -46,7 +46,7 @@ def watch() -> None:
 
 
 def fail(code: int = 1) -> None:
-    """Notes that this process has failed: when it ends, it will not wait for the others. Alone it ends as ever.
+    """Notes that this process has failed: however it ends, it will not wait for the others. Alone it ends as ever.
 
     Args:
         code: its exit code.

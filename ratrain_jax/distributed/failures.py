@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ratrain_jax.distributed import peers
+from ratrain_jax.distributed import departures, peers
 from ratrain_jax.errors import DistributedError
 
 _LOGGER: Final = logging.getLogger("ratrain_jax.distributed")
@@ -103,6 +103,7 @@ def lost(error: BaseException) -> DistributedError | None:
         return None
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None
+    departures.fail()
     gone = _ended_here()
     if not gone:
         _LOGGER.error(

@@ -11,6 +11,7 @@ import socket
 import sys
 from typing import Final
 
+from ratrain_jax.distributed import departures
 from ratrain_jax.errors import DistributedError
 
 _BYTES: Final = 512
@@ -75,6 +76,7 @@ def meet() -> tuple[Peer, ...]:
     if _met:
         return _met
     if _expected not in (None, jax.process_count()):
+        departures.fail()
         raise DistributedError(
             f"process {jax.process_index()} was told of {_expected} processes, and the coordinator, process 0, of"
             f" {jax.process_count()}; tell all the same."
