@@ -61,7 +61,8 @@ def refusal(words):
             if name not in cli.commands:
                 return f"ratrain has no command {name}"
             known = {"--help", *(option for p in cli.commands[name].params for option in p.opts)}
-            used = {word.split("=")[0] for word in rest if word.startswith("-")}
+            own = rest[: rest.index("--")] if "--" in rest else rest
+            used = {word.split("=")[0] for word in own if word.startswith("-")}
             return f"ratrain {name} has no {used - known}" if used - known else None
         case ["make", target]:
             known = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
