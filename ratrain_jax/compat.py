@@ -101,6 +101,17 @@ def dtype_named(name: str) -> Any:
     return jax.numpy.dtype(name)
 
 
+def key_implementation(dtype: Any) -> str:
+    """The name of a typed key's implementation."""
+    return _KEY_IMPLEMENTATIONS[str(dtype)]
+
+
+def key_data_type(keys: Any) -> jax.ShapeDtypeStruct:
+    """The type of the data of typed keys; of the keys themselves, only shape and dtype are asked for."""
+    found = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
+    return jax.eval_shape(jax.random.key_data, found)
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many constants and how many carried values a `scan` has; versions name them differently.
 

@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ratrain_jax.runtime.placing import whole
+from ratrain_jax.runtime.processes import is_global
+from ratrain_jax.runtime.turns import in_turn
 from ratrain_jax.stacked_leaf import StackedLeaf, is_stacked_leaf
 
 
@@ -32,15 +35,17 @@ def gather(state: Any, device: Any = None) -> Any:
         >>> float(state["w"].sum()), state["name"]
         (3.0, 'small')
     """
-    target = jax.devices()[0] if device is None else device
+    target = jax.local_devices()[0] if device is None else device
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, StackedLeaf):
             return jnp.stack([move(part) for part in leaf.slices])
         if not isinstance(leaf, jax.Array):
             return leaf
+        if is_global(leaf):
+            return jax.device_put(whole(leaf), target)
         moved = jax.device_put(leaf, target)
         # The same buffer would be used up with the state.
         return jnp.copy(moved) if leaf.sharding.device_set & moved.sharding.device_set else moved
 
-    return jax.tree.map(move, state, is_leaf=is_stacked_leaf)
+    return in_turn(lambda: jax.tree.map(move, state, is_leaf=is_stacked_leaf))

@@ -15,9 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ratrain_jax import compat
 from ratrain_jax.errors import LayoutError
 from ratrain_jax.lowering.unsharded import AXIS as AXIS
 from ratrain_jax.runtime.host import compiler_options
+from ratrain_jax.runtime.processes import host_mates, is_here, several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,16 @@ class Group:
     def size(self) -> int:
         """D, the devices of the group."""
         return len(self.devices)
+
+    @functools.cached_property
+    def is_here(self) -> bool:
+        """Whether this process drives any of the devices."""
+        return any(map(is_here, self.devices))
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether this process drives all of the devices."""
+        return all(map(is_here, self.devices))
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -73,24 +85,58 @@ class Group:
         """
         if self.size == 1:
             jitted = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True)
-        else:
+        elif not several():
             jitted = jax.pmap(
                 function, axis_name=AXIS, devices=self.devices, donate_argnums=tuple(donate)
             )
+        else:
+            # Among several processes `pmap` takes arrays by another rule; what it makes of a function is the same.
+            jitted = jax.jit(self._mapped(function), donate_argnums=tuple(donate))
         return jitted.lower(*types).compile(compiler_options=dict(self.options))
+
+    def _mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What `pmap` makes of a function of each device's slices."""
+
+        def sliced(*args: Any) -> Any:
+            made = function(*jax.tree.map(lambda x: x[0], args))
+            return jax.tree.map(lambda x: x[None], made)
+
+        spec = PartitionSpec(AXIS)
+        return jax.shard_map(sliced, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
     def put_rows(self, array: Any) -> jax.Array:
         """Puts an array whose axis 0 counts the ranks: each device gets its slice."""
-        return jax.device_put(array[0] if self.size == 1 else array, self.sharding)
+        if self.is_whole:
+            return jax.device_put(array[0] if self.size == 1 else array, self.sharding)
+        return put_global(array, self.sharding)
 
     def put_whole(self, array: Any) -> jax.Array:
         """Puts a copy of an array on each device."""
         if self.size == 1:
             return jax.device_put(array, self.sharding)
         if isinstance(array, np.ndarray):
-            return jax.device_put(np.broadcast_to(array, (self.size, *array.shape)), self.sharding)
-        copies = jax.numpy.broadcast_to(array, (self.size, *array.shape))
-        return jax.device_put(copies, self.sharding)
+            copies = np.broadcast_to(array, (self.size, *array.shape))
+        else:
+            copies = jax.numpy.broadcast_to(array, (self.size, *array.shape))
+        if self.is_whole:
+            return jax.device_put(copies, self.sharding)
+        return put_global(copies, self.sharding)
+
+
+def put_global(array: Any, sharding: Any) -> jax.Array:
+    """Puts a host-local array, the same in every process, where a sharding says; nothing is sent.
+
+    Args:
+        array: whole.
+        sharding: over devices of any process.
+    """
+    if isinstance(array, jax.Array) and compat.is_extended(array.dtype):
+        data = put_global(jax.random.key_data(array), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(
+        whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype
+    )
 
 
 def make_groups(
@@ -118,7 +164,9 @@ def make_groups(
             f" On CPU set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before JAX is imported."
         )
     used = found[:wanted]
-    told = {**compiler_options(used), **options}
+    # Devices of this host alone compete for its cores; in a run of one process that is all of them.
+    here = [device for device in used if device.process_index in host_mates()]
+    told = {**compiler_options(here), **options}
     return tuple(
         Group(tuple(used[s * data_parallel : (s + 1) * data_parallel]), told) for s in range(stages)
     )

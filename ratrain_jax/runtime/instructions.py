@@ -33,7 +33,8 @@ PATIENCE = 1.0
 """Seconds without a value after which a thread looks whether the other is still there to give one."""
 
 Bundle = tuple[Any, ...]
-Execute = Callable[[Sequence[Bundle]], Sequence[Bundle]]
+Execute = Callable[[Sequence[Any]], Sequence[Any]]
+"""From bundles to bundles; None stands for one that is on other processes alone."""
 
 COMPUTE, LINK = 0, 1
 THREAD_OF: dict[type[Op], int] = dict.fromkeys(
@@ -83,13 +84,18 @@ class Plan:
     results: dict[int, int]
 
 
-def flatten(program: Program, executes: Callable[[Op], Execute]) -> Plan:
+def flatten(
+    program: Program, executes: Callable[[Op], Execute], here: Sequence[bool] | None = None
+) -> Plan:
     """Makes the instructions of a program.
 
     Args:
         program: a verified program.
         executes: gives what an op runs.
+        here: for each stage whether this process has devices of it; ops of other stages alone, and values on them, are left
+            out. All are here unless given.
     """
+    absent = _absent(program, here)
     threads: tuple[list[Instruction], list[Instruction]] = ([], [])
     maker: dict[int, Instruction] = {}
     thread_of: dict[int, int] = {}
@@ -102,10 +108,12 @@ def flatten(program: Program, executes: Callable[[Op], Execute]) -> Plan:
                 if op.reads[0] in holds[thread] and threads[thread]:
                     clears.setdefault(id(threads[thread][-1]), []).append(op.reads[0])
             continue
+        if here is not None and not any(here[stage] for stage in op.stages):
+            continue
         thread = THREAD_OF.get(type(op), LINK)
-        instruction = Instruction(op, executes(op), (*op.reads, *op.waits), op.writes)
+        instruction = _instruction(op, executes(op), absent)
         needs = []
-        for value in (*op.reads, *op.waits):
+        for value in instruction.reads:
             if value in holds[thread]:
                 continue
             holds[thread].add(value)
@@ -116,7 +124,7 @@ def flatten(program: Program, executes: Callable[[Op], Execute]) -> Plan:
             else:
                 entry[thread].add(value)
         instruction.needs = tuple(needs)
-        for value in op.writes:
+        for value in instruction.writes:
             maker[value] = instruction
             thread_of[value] = thread
             holds[thread].add(value)
@@ -126,8 +134,37 @@ def flatten(program: Program, executes: Callable[[Op], Execute]) -> Plan:
         for instruction in instructions:
             extra = clears.get(id(instruction), ())
             instruction.clears = tuple(dict.fromkeys((*instruction.clears, *extra)))
-    results = {value: thread_of.get(value, LINK) for value in program.outputs}
+    outputs = [value for value in program.outputs if value not in absent]
+    results = {value: thread_of.get(value, LINK) for value in outputs}
     return Plan(threads, (frozenset(entry[0]), frozenset(entry[1])), results)
+
+
+def _absent(program: Program, here: Sequence[bool] | None) -> frozenset[int]:
+    """The values that are on other processes alone."""
+    if here is None or all(here):
+        return frozenset()
+    return frozenset(value.id for value in program.values if not here[value.stage])
+
+
+def _instruction(op: Op, execute: Execute, absent: frozenset[int]) -> Instruction:
+    """An op's launch; where some of its values are absent, it is given None for them and gives None."""
+    reads, writes = (*op.reads, *op.waits), op.writes
+    if not absent.intersection((*reads, *writes)):
+        return Instruction(op, execute, reads, writes)
+    given = [value not in absent for value in reads]
+    made = [value not in absent for value in writes]
+
+    def partly(bundles: Sequence[Bundle]) -> Sequence[Bundle]:
+        present = iter(bundles)
+        results = execute([next(present) if there else None for there in given])
+        return [bundle for bundle, there in zip(results, made, strict=True) if there]
+
+    return Instruction(
+        op,
+        partly,
+        tuple(value for value, there in zip(reads, given, strict=True) if there),
+        tuple(value for value, there in zip(writes, made, strict=True) if there),
+    )
 
 
 class Inbox:

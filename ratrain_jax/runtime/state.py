@@ -100,21 +100,3 @@ def _mapped(group: Group, function: Any, ins: Any, outs: Any) -> Any:
     return jax.shard_map(
         function, mesh=group.mesh, in_specs=(ins,), out_specs=outs, check_vma=False
     )
-
-
-def private_copy(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Copies of arrays where they are wanted; never the same buffers."""
-    placed = [jax.device_put(a, s) for a, s in zip(arrays, shardings, strict=True)]
-    return [_copy(p) if p is a or _shares(p, a) else p for p, a in zip(placed, arrays, strict=True)]
-
-
-def _shares(placed: Any, original: Any) -> bool:
-    """Whether placing an array may have given the same buffers again."""
-    return not isinstance(original, jax.Array) or bool(
-        placed.sharding.device_set & original.sharding.device_set
-    )
-
-
-@jax.jit
-def _copy(array: Any) -> Any:
-    return jax.numpy.copy(array)

@@ -23,7 +23,8 @@ from ratrain_jax.runtime.instructions import (
     run,
 )
 from ratrain_jax.runtime.nans import nan_check
-from ratrain_jax.runtime.workers import Task, Workers
+from ratrain_jax.runtime.turns import link_workers
+from ratrain_jax.runtime.workers import Task
 
 Hook = Callable[[Instruction, Sequence[Bundle]], None]
 
@@ -39,7 +40,7 @@ class Threads:
 
     def __init__(self, name: str, program: Program, plan: Plan) -> None:
         self._name, self._program, self._plan = name, program, plan
-        self._link = Workers(1, "ratrain-link")
+        self._link = link_workers()
 
     def launch(self, tables: Sequence[dict[int, Bundle]], watch: Hook | None = None) -> None:
         """Launches a step.

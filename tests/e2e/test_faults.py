@@ -418,7 +418,7 @@ def test_a_stacked_leaf_of_a_call_that_failed_early_is_not_given_up_by_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "_enter_state", fail)
+        patch.setattr(compiled._handover, "_enter_leaves", fail)
         with pytest.raises(KeyboardInterrupt):
             compiled(state, make_batch())
     assert losses(compiled, params) == expected

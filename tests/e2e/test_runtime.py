@@ -758,12 +758,15 @@ def test_compute_and_link_ops_are_launched_from_two_threads():
 def test_prefetched_views_are_used_unless_their_leaves_were_swapped():
     compiled = rt.train_step(**TWO_BY_TWO)(sgd_step).lower(make_state(), make_batch()).compile()
     gathered = []
-    for view, gather in compiled._gathers.items():
-        compiled._gathers[view] = lambda shards, v=view, g=gather: (gathered.append(v), g(shards))[
-            1
-        ]
+    for view, gather in compiled._handover._gathers.items():
+        compiled._handover._gathers[view] = lambda shards, v=view, g=gather: (
+            gathered.append(v),
+            g(shards),
+        )[1]
     state, _ = compiled(make_state(), make_batch())
-    assert sorted(gathered) == sorted(compiled._gathers)  # the user's arrays have no views yet
+    assert sorted(gathered) == sorted(
+        compiled._handover._gathers
+    )  # the user's arrays have no views yet
     gathered.clear()
     state, _ = compiled(state, make_batch())
     assert gathered == []

@@ -267,10 +267,10 @@ def test_layers_of_a_forgotten_state_are_let_go(case):
     state, metrics = step(case.make_state(MOMENTUM), batches(case, {})[0])
     jax.block_until_ready(metrics)
     (compiled,) = step._compiled.values()
-    assert len(compiled._stacks._known) == 6  # three stacked parameters and their momenta
+    assert len(compiled._handover._stacks._known) == 6  # three stacked parameters and their momenta
     del state
     gc.collect()
-    assert not compiled._stacks._known
+    assert not compiled._handover._stacks._known
 
 
 def test_layers_of_another_split_are_taken(case):

@@ -1,0 +1,64 @@
+"""Makes sure, before anything runs, that all processes mean the same step, and connects them.
+
+A collective in which the processes run different programs hangs, or gives wrong numbers; and one whose first run finds a
+process more than half a minute late fails. So all say first what they are about to compile, and once all have, each pair of
+devices that will move something moves zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from ratrain_jax.errors import DistributedError
+from ratrain_jax.lowering.jsonform import to_json
+from ratrain_jax.runtime.crossings import Crossing
+from ratrain_jax.runtime.processes import exchange, several
+from ratrain_jax.runtime.turns import in_turn
+
+if TYPE_CHECKING:
+    from ratrain_jax.lowered import Lowered
+
+
+def agree(lowered: Lowered) -> None:
+    """Compares what the processes are about to compile.
+
+    Raises:
+        DistributedError: in every process, if they are not all about to compile the same.
+    """
+    if not several():
+        return
+    parts = {
+        "the code of the step": lowered.code.fingerprint,
+        "the program": to_json(lowered.program),
+    }
+    options = lowered.options
+    devices = [d.id for d in (options.devices or jax.devices())]
+    parts["the devices or the options"] = repr(
+        (devices, options.donate_state, options.state_layout)
+    )
+    digests = [np.frombuffer(hashlib.sha256(p.encode()).digest(), np.uint8) for p in parts.values()]
+    every = in_turn(lambda: exchange(np.stack(digests)))
+    for place, name in enumerate(parts):
+        apart = [n for n, digest in enumerate(every[:, place]) if (digest != every[0, place]).any()]
+        if apart:
+            raise DistributedError(
+                f"{name} is not the same in process {', '.join(map(str, apart))} as in process 0. Start all processes with"
+                " the same script, arguments, versions and shapes of the batch."
+            )
+
+
+def connect(crossings: Sequence[Crossing]) -> None:
+    """Runs every move between processes once, when all processes are there."""
+    if not several():
+        return
+
+    def rehearse() -> None:
+        exchange(np.zeros(1, np.int32))
+        jax.block_until_ready([crossing.rehearse() for crossing in crossings])
+
+    in_turn(rehearse)

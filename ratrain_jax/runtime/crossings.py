@@ -1,0 +1,142 @@
+"""Moves bundles from one group to another, rank by rank.
+
+Within a process that is a copy between its devices. Between processes both launch the same program over the pair of devices
+(`ppermute`), in the same order; the receiver gives it zeros, the sender throws away what it gets.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ratrain_jax import compat
+from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.processes import is_here
+
+Bundle = tuple[Any, ...]
+AXIS = "pair"
+
+
+class Crossing:
+    """From the devices of one group to those of another.
+
+    Args:
+        source: where from.
+        target: where to; of the same size.
+        types: of the bundle's arrays, on one device.
+    """
+
+    def __init__(self, source: Group, target: Group, types: Sequence[Any]) -> None:
+        self._source, self._target, self._types = source, target, tuple(types)
+        self._within = source.is_whole and target.is_whole
+        pairs = zip(source.devices, target.devices, strict=True)
+        self._pairs = [(a, b) for a, b in pairs if is_here(a) or is_here(b)]
+        lead = () if source.size == 1 else (1,)
+        self._slices = tuple(jax.ShapeDtypeStruct((*lead, *t.shape), t.dtype) for t in self._types)
+
+    @property
+    def between(self) -> bool:
+        """Whether this process has to do with another one in it."""
+        return any(is_here(a) != is_here(b) for a, b in self._pairs)
+
+    def __call__(self, bundle: Bundle | None) -> Bundle | None:
+        """Launches the move.
+
+        Args:
+            bundle: what lies on the source; None where nothing of it is here.
+
+        Returns:
+            What lies on the target then; None where nothing of it is here.
+        """
+        if self._within:
+            return tuple(jax.device_put(bundle, self._target.sharding))
+        parts = [self._move(a, b, bundle) for a, b in self._pairs]
+        if not self._target.is_here:
+            return None
+        return self._joined([part for part in parts if part is not None])
+
+    def rehearse(self) -> Any:
+        """Connects the processes: moves zeros, and gives what is there once that is done."""
+        if not self.between:
+            return None
+        return [_crossed(a, b, _zeros(_own(a, b), self._slices)) for a, b in self._pairs]
+
+    def _move(self, a: Any, b: Any, bundle: Bundle | None) -> Bundle | None:
+        """Moves one rank's slices; gives them where they arrive."""
+        if not is_here(a):
+            return _crossed(a, b, _zeros(b, self._slices))
+        assert bundle is not None
+        mine = tuple(_on(a, array) for array in bundle)
+        if is_here(b):
+            return tuple(jax.device_put(mine, b))
+        _crossed(a, b, mine)
+        return None
+
+    def _joined(self, parts: Sequence[Bundle]) -> Bundle:
+        """Arrays of the target's group from the slices that are here."""
+        if self._target.size == 1:
+            return parts[0]
+        size, sharding = self._target.size, self._target.sharding
+        return tuple(
+            jax.make_array_from_single_device_arrays((size, *t.shape), sharding, list(slices))
+            for t, slices in zip(self._types, zip(*parts, strict=True), strict=True)
+        )
+
+
+def _own(a: Any, b: Any) -> Any:
+    return a if is_here(a) else b
+
+
+def _on(device: Any, array: Any) -> Any:
+    """An array's slice on a device."""
+    return next(s.data for s in array.addressable_shards if s.device == device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _zeros(device: Any, types: tuple[Any, ...]) -> Bundle:
+    """What a receiver gives: the same arrays again and again."""
+    return tuple(jax.device_put(_zero(t), device) for t in types)
+
+
+def _zero(aval: Any) -> Any:
+    if not compat.is_extended(aval.dtype):
+        return np.zeros(aval.shape, aval.dtype)
+    data = compat.key_data_type(aval)
+    return jax.random.wrap_key_data(
+        jax.numpy.zeros(data.shape, data.dtype), impl=compat.key_implementation(aval.dtype)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _pair(a: Any, b: Any) -> tuple[NamedSharding, Any]:
+    """How a bundle lies on two devices, each with its own, and the program that moves the first's to the second."""
+    mesh = Mesh(np.array([a, b]), (AXIS,))
+    # Said to be the same on both, so that each gives and gets arrays of the very shape; they are not the same.
+    spec = PartitionSpec()
+
+    def move(x: Any) -> Any:
+        if compat.is_extended(x.dtype):
+            moved = jax.lax.ppermute(jax.random.key_data(x), AXIS, [(0, 1)])
+            return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(x))
+        return jax.lax.ppermute(x, AXIS, [(0, 1)]) if x.size else x
+
+    mapped = jax.shard_map(
+        lambda bundle: jax.tree.map(move, bundle),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    return NamedSharding(mesh, spec), jax.jit(mapped)
+
+
+def _crossed(a: Any, b: Any, own: Bundle) -> Bundle:
+    """Moves a bundle from one device to another, of which one is here; gives what lies on that one then."""
+    sharding, call = _pair(a, b)
+    lifted = tuple(jax.make_array_from_single_device_arrays(x.shape, sharding, [x]) for x in own)
+    return tuple(x.addressable_shards[0].data for x in call(lifted))
