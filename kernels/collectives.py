@@ -23,6 +23,18 @@ local rank, one over the nodes with 1/local of the bytes, and so on for each fur
 all-gather goes back the same way. Nodes are cut so that all parts have equal size: `local` is the
 greatest common divisor of the group's size and of the devices of it that fit a node.
 
+**Halving** takes log2 steps instead of size − 1, for as many bytes: in each step every device hands
+what half of those left will own to the device that far ahead, so that a group of any size takes
+⌈log2 size⌉ latencies (J. L. Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce
+Algorithms", arXiv 2410.14234; for powers of two it is R. Rabenseifner's recursive halving, 2004;
+backwards it is the all-gather of J. Bruck et al., 1997):
+
+    skips ⌈size/2⌉, ⌈size/4⌉, …, 1:  Σ hop((skip before − skip) / size of the array, skip · stride)
+
+The first steps go far and carry most. Where neighbours share a link, all of them then send over it
+at once, which rings avoid; and a library has to offer it. So only machines whose `collectives` say
+"ring or halving" use it, wherever it is faster; on all others, latency grows with the group.
+
 Arithmetic of reductions is left out: it is far quicker than the links.
 """
 
@@ -33,7 +45,7 @@ from typing import Final
 from ratrain_jax.errors import OptionError
 from ratrain_jax.kernels.machine import Machine
 
-ALGORITHMS: Final = ("ring", "hierarchical", "best")
+ALGORITHMS: Final = ("ring", "halving", "hierarchical", "best")
 
 
 def transfer_seconds(
@@ -79,7 +91,7 @@ def reduce_scatter_seconds(
       count: Bytes of the whole array that each device holds before.
       size: Devices of the group.
       stride: Distance between neighbours of the group.
-      algorithm: "ring", "hierarchical", or the "best" of them.
+      algorithm: "ring", "halving", "hierarchical", or the "best" that the machine offers.
 
     Returns:
       Seconds; none for a group of one.
@@ -99,11 +111,12 @@ def reduce_scatter_seconds(
     if algorithm not in ALGORITHMS:
         words = ", ".join(repr(word) for word in ALGORITHMS)
         raise OptionError(f"algorithm is {algorithm!r}; use one of {words}.")
-    found = []
-    if algorithm != "hierarchical":
-        found.append(_ring(machine, count, size, stride, size * stride))
-    if algorithm != "ring":
-        found.append(_hierarchical(machine, count, size, stride))
+    flat = {"ring": _ring, "halving": _halving}.get(algorithm)
+    if flat is not None:
+        return flat(machine, count, size, stride, size * stride)
+    found = [_hierarchical(machine, count, size, stride)]
+    if algorithm == "best":
+        found.append(_flat(machine, count, size, stride, size * stride))
     return min(found)
 
 
@@ -117,7 +130,7 @@ def all_gather_seconds(
       count: Bytes of the whole array that each device holds afterwards.
       size: Devices of the group.
       stride: Distance between neighbours of the group.
-      algorithm: "ring", "hierarchical", or the "best" of them.
+      algorithm: "ring", "halving", "hierarchical", or the "best" that the machine offers.
 
     Returns:
       Seconds; none for a group of one.
@@ -140,7 +153,7 @@ def all_reduce_seconds(
       count: Bytes of the whole array, which each device holds before and afterwards.
       size: Devices of the group.
       stride: Distance between neighbours of the group.
-      algorithm: "ring", "hierarchical", or the "best" of them.
+      algorithm: "ring", "halving", "hierarchical", or the "best" that the machine offers.
 
     Returns:
       Seconds; none for a group of one.
@@ -163,32 +176,55 @@ def all_reduce_seconds(
 
 
 def _hierarchical(machine: Machine, count: float, size: int, stride: int) -> float:
-    """Seconds of rings inside the shortest link's reach, then of their shares over the next."""
+    """Seconds of collectives inside the shortest link's reach, then of their shares over the next."""
     span, seconds = size * stride, 0.0
     for link in machine.links:
         local = size
         if link.devices:
             local = math.gcd(size, link.devices // stride) if link.devices % stride == 0 else 1
-        seconds += _ring(machine, count, local, stride, span)
+        seconds += _flat(machine, count, local, stride, span)
         count, size, stride = count / local, size // local, stride * local
-    return seconds + _ring(machine, count, size, stride, span)
+    return seconds + _flat(machine, count, size, stride, span)
+
+
+def _flat(machine: Machine, count: float, size: int, stride: int, span: int) -> float:
+    """Seconds of the best collective that takes all members of a group for equals."""
+    ring = _ring(machine, count, size, stride, span)
+    if machine.collectives == "ring":
+        return ring
+    return min(ring, _halving(machine, count, size, stride, span))
+
+
+def _halving(machine: Machine, count: float, size: int, stride: int, span: int) -> float:
+    """Seconds of ⌈log2 size⌉ steps, each over as far as half the devices that the one before went over."""
+    seconds, left = 0.0, size
+    while left > 1:
+        skip = (left + 1) // 2
+        seconds += _step(machine, count * (left - skip) / size, skip * stride, size * stride, span)
+        left = skip
+    return seconds
 
 
 def _ring(machine: Machine, count: float, size: int, stride: int, span: int) -> float:
     """Seconds of a ring's steps over a part of `span` neighbouring devices that all do the same."""
     if size == 1:
         return 0.0
+    return (size - 1) * _step(machine, count / size, stride, size * stride, span)
+
+
+def _step(machine: Machine, count: float, stride: int, reach: int, span: int) -> float:
+    """Seconds in which every device sends to the one `stride` ahead, round a group that reaches so far."""
     # Some hops are as short as the stride, and some go as far as the devices of the groups lie.
-    levels = range(_level(machine, stride + 1), _level(machine, size * stride) + 1)
+    levels = range(_level(machine, stride + 1), _level(machine, reach) + 1)
 
     def active(k: int) -> int:
         return _active(machine, k, stride, span)
 
-    return (size - 1) * max(_hop(machine, level, count / size, active) for level in levels)
+    return max(_hop(machine, level, count, active) for level in levels)
 
 
 def _active(machine: Machine, k: int, stride: int, span: int) -> int:
-    """How many devices of one link k send over it in a step of all rings of that stride."""
+    """How many devices of one link k send over it in a step of that stride in all groups."""
     sharing = min(machine.links[k].shared_by, span)
     inside = machine.links[k - 1].devices if k else 1  # devices that need no link k among them
     return min(sharing, math.ceil(sharing / inside) * min(stride, inside))

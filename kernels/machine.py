@@ -22,6 +22,7 @@ from ratrain_jax.kernels.schema import check, check_number, choice, quantity, sh
 
 LANES: Final = ("compute", "link", "memory", "host")
 ACCUMULATORS: Final = ("fp32", "fp16", "promote")
+COLLECTIVES: Final = ("ring", "ring or halving")
 _PEAK_RANGE: Final = (1e6, 1e19)
 # Where a rate is not given, the one of the type that the same units usually serve.
 _PEAK_FALLBACK: Final = {"bfloat16": "float16", "float16": "bfloat16", "complex64": "float32"}
@@ -205,6 +206,7 @@ class Machine:
       product_efficiency: Share of the arithmetic peak that a large product reaches.
       product_half_flops: Operations of one product at which half of that share is reached.
       memory_efficiency: Share of main memory's bandwidth that code without a tile plan reaches.
+      collectives: Algorithms of its collectives (see `collectives`); of two, the faster each time.
     """
 
     name: str
@@ -221,6 +223,7 @@ class Machine:
     product_efficiency: float = quantity("a share", 0.01, 1, default=1.0)
     product_half_flops: float = quantity("FLOPs", 0, 1e15, default=0.0)
     memory_efficiency: float = quantity("a share", 0.01, 1, default=1.0)
+    collectives: str = choice(COLLECTIVES, default="ring")
 
     def __post_init__(self) -> None:
         check(self)

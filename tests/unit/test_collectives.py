@@ -111,11 +111,37 @@ def test_a_group_of_one_costs_nothing(algorithm, stride):
         assert seconds(NODES, 1e9, 1, stride=stride, algorithm=algorithm) == 0
 
 
-def test_on_one_link_all_algorithms_are_a_ring():
+def test_on_one_link_a_hierarchy_is_a_ring():
     mt3000 = load_machine("mt3000")
-    for size, algorithm in itertools.product((2, 3, 8), ALGORITHMS):
+    for size, algorithm in itertools.product((2, 3, 8), ("ring", "hierarchical", "best")):
         ring = (size - 1) * (1e-5 + 1e6 / size / 3.7e9)
         assert all_gather_seconds(mt3000, 1e6, size, algorithm=algorithm) == ring
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 100, 1024, 12_500])
+def test_halving_has_logarithmically_many_latencies_and_the_bytes_of_a_ring(size):
+    mt3000 = load_machine("mt3000")
+    both = dataclasses.replace(mt3000, collectives="ring or halving")
+    bytes_seconds = (size - 1) / size * 1e6 / 3.7e9
+    halving = math.ceil(math.log2(size)) * 1e-5 + bytes_seconds
+    ring = (size - 1) * 1e-5 + bytes_seconds
+    for found in (mt3000, both):
+        seconds = reduce_scatter_seconds(found, 1e6, size, algorithm="halving")
+        assert seconds == pytest.approx(halving)
+    assert reduce_scatter_seconds(mt3000, 1e6, size) == pytest.approx(ring)
+    assert reduce_scatter_seconds(both, 1e6, size) == pytest.approx(min(ring, halving))
+    assert all_reduce_seconds(both, 1e6, size) == pytest.approx(2 * min(ring, halving))
+
+
+def test_a_hierarchy_may_halve_between_nodes():
+    # Two steps over nodes for four of them, rather than three; inside a node the ring is as good.
+    both = dataclasses.replace(NODES, collectives="ring or halving")
+    inside = reduce_scatter_seconds(both, 320e3, 4)
+    between = reduce_scatter_seconds(both, 80e3, 4, stride=4, algorithm="halving")
+    # Of a quarter of the bytes half, then a quarter, while four devices share the network of a node.
+    assert between == (3 + 4) + (3 + 2)
+    assert reduce_scatter_seconds(both, 320e3, 16) == inside + between
+    assert reduce_scatter_seconds(NODES, 320e3, 16) > inside + between
 
 
 @pytest.mark.parametrize(
@@ -201,6 +227,26 @@ def simulate_reduce_scatter(found, count, groups):
     return seconds
 
 
+def simulate_halving(found, count, groups):
+    """Hands on, in each step, what half of those left own, as J. L. Träff describes; the seconds."""
+    size = len(groups[0])
+    # For each device, and each place ahead of it in its group, who is in the sum for that place.
+    seen = {d: [{d} for _ in group] for group in groups for d in group}
+    seconds, before = 0.0, size
+    while before > 1:
+        skip = math.ceil(before / 2)
+        hops = [(d, g[(n + skip) % size]) for g in groups for n, d in enumerate(g)]
+        sent = {target: seen[source][skip:before] for source, target in hops}
+        for device, sums in sent.items():
+            kept = seen[device]
+            together = [a | b for a, b in zip(kept, sums, strict=False)]
+            seen[device] = together + kept[len(together) : skip]
+        seconds += hop_seconds(found, count * (before - skip) / size, hops)
+        before = skip
+    assert all(seen[d] == [set(group)] for group in groups for d in group)
+    return seconds
+
+
 def simulate_hierarchical(found, count, groups):
     """A reduce-scatter among the members in one node, then among those of equal place in each."""
     seconds = 0.0
@@ -254,6 +300,22 @@ def test_a_ring_takes_what_its_steps_take(found, count, size, stride):
     expected = simulate_reduce_scatter(found, count, interleaved(size, stride))
     seconds = reduce_scatter_seconds(found, count, size, stride=stride, algorithm="ring")
     assert seconds == pytest.approx(expected)
+
+
+@given(machines(), counts, sizes, strides)
+@settings(deadline=None)
+def test_halving_takes_what_its_steps_take(found, count, size, stride):
+    expected = simulate_halving(found, count, interleaved(size, stride))
+    seconds = reduce_scatter_seconds(found, count, size, stride=stride, algorithm="halving")
+    assert seconds == pytest.approx(expected)
+
+
+@given(counts, st.integers(1, 40))
+@settings(deadline=None)
+def test_halving_goes_with_any_number_of_devices(count, size):
+    flat = machine(dataclasses.replace(FAR, shared_by=1))
+    expected = simulate_halving(flat, count, interleaved(size, 1))
+    assert reduce_scatter_seconds(flat, count, size, algorithm="halving") == pytest.approx(expected)
 
 
 @given(machines(), counts, sizes, strides)
@@ -312,10 +374,13 @@ def test_more_bytes_and_slower_links_never_cost_less(data, found, count, more, s
 @given(machines(), counts, st.integers(1, 40), st.integers(1, 17))
 @settings(deadline=None)
 def test_the_best_is_the_cheapest_and_parts_make_the_whole(found, count, size, stride):
-    ring, hierarchical, best = (
+    ring, halving, hierarchical, best = (
         reduce_scatter_seconds(found, count, size, stride=stride, algorithm=algorithm)
         for algorithm in ALGORITHMS
     )
     assert best == min(ring, hierarchical)
+    both = dataclasses.replace(found, collectives="ring or halving")
+    best_of_both = reduce_scatter_seconds(both, count, size, stride=stride)
+    assert best_of_both <= min(best, halving)
     gathered = all_gather_seconds(found, count, size, stride=stride)
     assert all_reduce_seconds(found, count, size, stride=stride) == best + gathered
