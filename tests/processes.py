@@ -1,11 +1,11 @@
 """Several processes of one run, for tests."""
 
-import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -29,12 +29,25 @@ def environment(**more):
     return base | {name: str(value) for name, value in more.items()}
 
 
-@dataclasses.dataclass
 class Started:
-    """A process of a run."""
+    """A process of a run; a thread reads what it prints."""
 
-    process: subprocess.Popen
-    said: str = ""
+    def __init__(self, process):
+        self.process = process
+        self._lines = []
+        self._more = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self._more:
+                self._lines.append(line)
+                self._more.notify_all()
+
+    @property
+    def said(self):
+        return "".join(self._lines)
 
     @property
     def code(self):
@@ -43,24 +56,28 @@ class Started:
     def wait(self, timeout=LONG):
         """Until it has ended; what it printed."""
         try:
-            self.said += self.process.communicate(timeout=timeout)[0]
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.said += self.process.communicate()[0]
+            self.close()
             raise AssertionError(f"still running after {timeout} s:\n{self.said}") from None
+        self._reader.join(LONG)
         return self.said
 
     def read_until(self, word):
         """Until it has printed a word."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said += line
-            if word in line:
-                return
-        raise AssertionError(f"ended without {word!r}:\n{self.said}")
+        with self._more:
+            found = self._more.wait_for(lambda: word in self.said, LONG)
+        assert found, f"no {word!r} in:\n{self.said}"
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
+
+    def close(self):
+        """Kills it if it still runs."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(LONG)
+        self.process.stdout.close()
 
 
 def start(*arguments, **variables):
@@ -90,8 +107,4 @@ def start_run(count, *arguments, **variables):
 def end_all(started):
     """Kills what is left of a run."""
     for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.wait()
-        if one.process.stdout is not None:
-            one.process.stdout.close()
+        one.close()
