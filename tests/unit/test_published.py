@@ -4,6 +4,7 @@ import dataclasses
 
 import a100
 import calibration
+import composed
 import megatron_times
 import memory
 import numpy as np
@@ -45,6 +46,52 @@ def test_iteration_times_calibrated_and_on_rows_that_were_left_out():
     # The goal, at most 5 % more than the best in each group, is missed on one node.
     assert sum(choice.loss <= 0.05 for choice in chosen) >= 104
     assert sum(choice.loss for choice in chosen) / len(chosen) < 0.03
+
+
+def test_the_rows_of_one_node_are_composed_of_one_time_a_shape():
+    measured = [row for row in a100.rows() if row.file == composed.FILE]
+    count, most = composed.rounding(measured)
+    assert count > 60 and most < 1e-12
+    sums = composed.compose(measured)
+    assert (len(sums.rows), sums.unknowns) == (364, 100)
+    assert np.median(np.abs(sums.errors)) < 2e-4 and np.abs(sums.errors).max() < 0.01
+    # Twice the work takes less time: no cost of a layer by what it does can say so.
+    assert sums.layers[1024, 2, 4] < 0.9 * sums.layers[1024, 2, 2]
+    assert sums.layers[2048, 4, 2] < 0.95 * sums.layers[2048, 4, 1]
+
+
+def test_rows_that_are_no_sums_are_told_from_rows_that_are():
+    measured = [row for row in a100.rows() if row.file == composed.FILE]
+    noise = np.random.default_rng(0).normal(1, 0.02, len(measured))
+    rows = zip(measured, noise, strict=True)
+    noisy = [dataclasses.replace(row, seconds=row.seconds * factor) for row, factor in rows]
+    assert composed.rounding(noisy)[1] > 1e-3
+
+
+def test_a_handed_over_time_changes_the_rows_of_its_shape_alone():
+    measured = [row for row in a100.rows() if row.file == composed.FILE]
+    exact = np.array([row.seconds for row in measured])
+    shape = (1024, 2, 4)
+    rows = [composed.shape_of(row.training) == shape for row in measured]
+    late = exact + np.array(rows) * 1.0
+    chosen = composed.corrected(measured, late, {shape: -1e3, (2048, 1, 1): -1e3}, {shape})
+    changed = {id(c.preferred) for c in chosen} - {id(c.best) for c in chosen}
+    assert changed and all(
+        composed.shape_of(c.preferred.training) == shape
+        for c in chosen
+        if id(c.preferred) in changed
+    )
+
+
+@pytest.mark.slow
+def test_three_times_decide_most_of_the_plans_that_are_missed():
+    everything = a100.rows()
+    measured = [row for row in everything if row.file == composed.FILE]
+    constants = calibration.fit(everything, a100.START, PUBLISHED)
+    found = calibration.predict(measured, constants, PUBLISHED)
+    by = composed.corrections(measured, composed.compose(measured).layers, constants)
+    three = {(1024, 2, 4), (2048, 2, 2), (2048, 4, 2)}
+    assert composed.within(composed.corrected(measured, found, by, three)) >= 117
 
 
 def test_megatron_iteration_times():
