@@ -40,10 +40,11 @@ class Started:
         self._reader.start()
 
     def _read(self):
-        for line in self.process.stdout:
-            with self._more:
-                self._lines.append(line)
-                self._more.notify_all()
+        with self.process.stdout:
+            for line in self.process.stdout:
+                with self._more:
+                    self._lines.append(line)
+                    self._more.notify_all()
 
     @property
     def said(self):
@@ -77,7 +78,6 @@ class Started:
         self.process.kill()
         self.process.wait()
         self._reader.join(LONG)
-        self.process.stdout.close()
 
 
 def start(*arguments, **variables):
