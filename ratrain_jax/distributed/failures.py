@@ -43,6 +43,10 @@ _SAID: Final[tuple[tuple[str, str], ...]] = (
         " id of its own, and restart all together.",
     ),
     (
+        r"request from a newer incarnation",
+        "another process came with the id of this one: give each process an id of its own.",
+    ),
+    (
         r"unhealthy \(stopped sending heartbeats\):\s*(?P<id>\d+)",
         f"process {{id}} has died or cannot be reached, says JAX's coordinator. {_RESTART}",
     ),

@@ -69,8 +69,7 @@ def initialize(
         processes: how many there are.
         process_id: which one this is, from 0.
         timeout: seconds to wait until all processes have come.
-        heartbeat: seconds after which a process that gives no sign of life counts as dead, and the others stop. It takes up
-            to half as long again until they know.
+        heartbeat: seconds after which a process that gives no sign of life counts as dead, and the others stop.
 
     Raises:
         DistributedError: not all processes came in time, the coordinator cannot be reached or its port is taken, the

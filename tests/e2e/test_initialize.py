@@ -1,18 +1,21 @@
 """Processes that find each other, and what each is told when they do not."""
 
 import re
+import signal
 import socket
 
 import pytest
 
+from ratrain_jax.distributed.failures import explained
 from tests.processes import end_all, environment, free_port, start, start_run
 
 WAITS = 3
 """Seconds until processes give up."""
 SCRIPT = """
-import os, sys
+import os, sys, time
 import ratrain_jax as rt
 arguments = eval(f"dict({sys.argv[1]})")
+stay = arguments.pop("stay", 0)
 try:
     rt.initialize(**{"timeout": 60, **arguments})
 except rt.errors.DistributedError as error:
@@ -24,7 +27,8 @@ try:
     print("met", [peer.process_id for peer in peers.meet()], len(jax.devices()))
 except rt.errors.DistributedError as error:
     sys.exit(f"DistributedError: {error}")
-print("sum", multihost_utils.process_allgather(np.int32(10 + jax.process_index())).sum())
+print("sum", multihost_utils.process_allgather(np.int32(10 + jax.process_index())).sum(), flush=True)
+time.sleep(stay)
 """
 ALONE = """
 import ratrain_jax as rt
@@ -165,6 +169,40 @@ def test_processes_that_were_told_of_different_numbers(begin):
         "process 1 was told of 3 processes, and the coordinator, process 0, of 2; tell all the same"
     )
     end_all([first])
+
+
+def ended_by_jax(process):
+    """What is made of JAX's log, of a process that JAX ended."""
+    said = process.wait()
+    assert process.code == -signal.SIGABRT, said
+    return explained(said.splitlines())
+
+
+def test_an_id_that_the_coordinator_does_not_expect(begin):
+    address = f"127.0.0.1:{free_port()}"
+    begin(at(address, 2, 0))
+    said = ended_by_jax(begin(at(address, 3, 2)))
+    assert said.startswith("the coordinator knows no process 2: start all processes with the same")
+
+
+def test_an_id_that_two_processes_have_before_all_are_there(begin):
+    address = f"127.0.0.1:{free_port()}"
+    begin(at(address, 3, 0))
+    both = [begin(at(address, 3, 1, WAITS)) for _ in range(2)]
+    told = {process: process.wait() for process in both}
+    first = next(process for process in both if process.code == -signal.SIGABRT)
+    said = explained(told[first].splitlines())
+    assert said.startswith("another process came with the id of this one")
+
+
+def test_an_id_that_is_taken_while_the_others_run(begin):
+    address = f"127.0.0.1:{free_port()}"
+    processes = [begin(f"{at(address, 2, me)}, stay=600") for me in range(2)]
+    for process in processes:
+        process.read_until("sum 21")
+    begin(at(address, 2, 1))
+    for process in processes:
+        assert ended_by_jax(process).startswith("two processes have the id 1, or process 1 was")
 
 
 def test_arguments_that_are_missing(begin):
