@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ratrain_jax.profiling.measure import profile as profile
     from ratrain_jax.profiling.profile import Profile as Profile
     from ratrain_jax.runtime.watchdog import watchdog as watchdog
+    from ratrain_jax.simulation.reliability import Failures as Failures
     from ratrain_jax.simulation.simulate import simulate as simulate
     from ratrain_jax.stacked_leaf import StackedLeaf as StackedLeaf
     from ratrain_jax.train import train_step as train_step
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoints": "ratrain_jax.checkpoints.checkpoints",
     "DynamicLossScale": "ratrain_jax.loss_scale",
+    "Failures": "ratrain_jax.simulation.reliability",
     "Plan": "ratrain_jax.planning.plan",
     "Profile": "ratrain_jax.profiling.profile",
     "StackedLeaf": "ratrain_jax.stacked_leaf",

@@ -13,6 +13,7 @@ from ratrain_jax.cli.options import (
     target_options,
 )
 from ratrain_jax.cli.output import note, show, working
+from ratrain_jax.cli.reliability import Trouble, reliability_options
 from ratrain_jax.cli.simulated import profile_option, simulated
 
 
@@ -34,6 +35,7 @@ from ratrain_jax.cli.simulated import profile_option, simulated
     type=Output(),
     help="Write a picture: .png, .svg or .pdf.",
 )
+@reliability_options
 @json_option
 @quiet_option
 def simulate(
@@ -42,17 +44,20 @@ def simulate(
     profile: str | None,
     perfetto: str | None,
     plot: str | None,
+    trouble: Trouble,
     as_json: bool,
 ) -> None:
     """Simulate a step: where its time goes.
 
     TARGET is module:step or path/to/file.py:step, or a saved plan with the --model that it is for. Each lane is busy for a
-    share of the time; with many stages the least, the mean and the most are shown. The JSON is described in
+    share of the time; with many stages the least, the mean and the most are shown. With --mtbf or --stragglers also what
+    a step takes in the long run; docs/explanation/scale.md has the formulas. The JSON is described in
     ratrain_jax/views/terminal_timeline.py.
     """
     from ratrain_jax.views.terminal_timeline import summary, timeline_view
 
-    _, timeline = simulated(asked, machine, profile)
+    trouble.check()
+    target, timeline = simulated(asked, machine, profile)
     if perfetto is not None:
         with working("writing the trace"):
             timeline.to_perfetto(perfetto)
@@ -61,7 +66,7 @@ def simulate(
         with working("drawing"):
             _save(timeline.plot(), plot)
         note(f"wrote {plot}")
-    shown = summary(timeline)
+    shown = summary(timeline, trouble.expected(timeline, target))
     if as_json:
         click.echo(shown.to_json(), nl=False)
     else:

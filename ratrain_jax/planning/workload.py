@@ -62,9 +62,9 @@ class Workload:
         ranges = [(0, len(several) - 1)] if several else []
         while ranges:
             first, last = ranges.pop()
-            ends = self.table(several[first]), self.table(several[last])
+            small, large = self.table(several[first]), self.table(several[last])
             between = (first + last) // 2
-            if first < between and stretched(*ends, several[between]) is None:
+            if first < between and stretched(small, large, several[between]) is None:
                 ranges += [(first, between), (between, last)]
 
     def _stretched(self, rows: int, tensor: int) -> LayerTable | None:
@@ -78,8 +78,8 @@ class Workload:
         larger = sorted(n for n in self._codes if n > rows)
         if rows in self._codes:
             return None
-        for pair in itertools.product(reversed(smaller), larger):
-            found = stretched(*(self.table(n, tensor) for n in pair), rows)
+        for below, above in itertools.product(reversed(smaller), larger):
+            found = stretched(self.table(below, tensor), self.table(above, tensor), rows)
             if found is not None:
                 return found
         return None

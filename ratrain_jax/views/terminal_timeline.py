@@ -17,6 +17,7 @@ from rich.console import RenderableType
 from ratrain_jax.errors import SimulationError
 from ratrain_jax.lowering.program import Settings
 from ratrain_jax.lowering.records import Form
+from ratrain_jax.simulation.reliability import Expected
 from ratrain_jax.views.terminal import settings_line, step_view, table
 from ratrain_jax.views.terminal_inspection import StepLine, step_line
 
@@ -61,6 +62,7 @@ class TimelineSummary:
         critical_path: seconds of the critical path, by kind of op; they add up to the step.
         recovery_on_path: seconds of recovery on the critical path.
         recovery_off_path: seconds of recovery of all stages beside it.
+        expected: what a step takes in the long run; None if that was not asked for.
     """
 
     settings: Settings
@@ -69,14 +71,20 @@ class TimelineSummary:
     critical_path: Mapping[str, float]
     recovery_on_path: float
     recovery_off_path: float
+    expected: Expected | None = None
 
     def to_json(self) -> str:
         """The summary as JSON, in the form that this module describes."""
         return json.dumps({**FORM.head, **dataclasses.asdict(self)}, indent=1) + "\n"
 
 
-def summary(timeline: Timeline) -> TimelineSummary:
-    """Reads off a timeline what is shown of it."""
+def summary(timeline: Timeline, expected: Expected | None = None) -> TimelineSummary:
+    """Reads off a timeline what is shown of it.
+
+    Args:
+        timeline: the simulated step.
+        expected: what it takes in the long run, if that is to be shown.
+    """
     on, off = timeline.recovery
     return TimelineSummary(
         settings=timeline.program.settings,
@@ -85,6 +93,7 @@ def summary(timeline: Timeline) -> TimelineSummary:
         critical_path=_path(timeline),
         recovery_on_path=on,
         recovery_off_path=off,
+        expected=expected,
     )
 
 
@@ -127,6 +136,9 @@ def timeline_view(shown: TimelineSummary) -> Iterator[RenderableType]:
     yield "busy: share of the time until the last op ends; the rest in seconds"
     yield ""
     yield _path_view(shown)
+    if shown.expected is not None:
+        yield ""
+        yield str(shown.expected)
 
 
 def _lanes(stages: Sequence[StageUse]) -> RenderableType:
