@@ -21,6 +21,11 @@ class Others:
     def __init__(self) -> None:
         self._start, self._busy, self._own = time.perf_counter(), _busy(), time.process_time()
 
+    @property
+    def own(self) -> float:
+        """CPU seconds that this process has used since."""
+        return time.process_time() - self._own
+
     def cores(self, own: float | None = None) -> float | None:
         """Cores that others used on average; None where the system does not say.
 
@@ -30,7 +35,7 @@ class Others:
         busy = _busy()
         if busy is None or self._busy is None:
             return None
-        mine = time.process_time() - self._own if own is None else own
+        mine = self.own if own is None else own
         return max(0.0, (busy - self._busy - mine) / (time.perf_counter() - self._start))
 
 

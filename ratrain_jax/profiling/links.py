@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,9 @@ from ratrain_jax.lowering.program import GradSync, Op, PrefetchView, Program, Se
 from ratrain_jax.lowering.unsharded import AXIS
 from ratrain_jax.profiling.keys import moved_bytes
 from ratrain_jax.profiling.profile import Line
+from ratrain_jax.runtime.crossings import Crossing
 from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.processes import meet
 
 SMALLEST = 4096
 """Bytes of the smallest array that is moved."""
@@ -48,10 +51,11 @@ class Moves:
         """Moves each size once, after once to warm up; gives the seconds of each kind and size."""
         found = {}
         for what, run in self._runs.items():
-            jax.block_until_ready(run())
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            found[what] = time.perf_counter() - start
+            for _ in range(2):
+                meet()
+                start = time.perf_counter()
+                jax.block_until_ready(run())
+                found[what] = time.perf_counter() - start
         return found
 
 
@@ -110,8 +114,9 @@ def _sizes(program: Program, kind: type[Op]) -> list[int]:
 
 
 def _send(source: Group, target: Group, count: int) -> Run:
-    array = source.put_whole(np.zeros(count // 4, np.float32))
-    return lambda: jax.device_put(array, target.sharding)
+    array = np.zeros(count // 4, np.float32)
+    given = (source.put_whole(array),) if source.is_here else None
+    return functools.partial(Crossing(source, target, [array]), given)
 
 
 def _scatter(group: Group, count: int) -> Run:
@@ -129,6 +134,8 @@ def _gather(group: Group, count: int) -> Run:
 
 
 def _collective(group: Group, function: Callable[[Any], Any], elements: int) -> Run:
+    if not group.is_here:
+        return lambda: None
     array = group.put_whole(np.zeros(elements, np.float32))
     call = group.compile(function, [group.local_type((elements,), np.dtype(np.float32))], ())
     return lambda: call(array)

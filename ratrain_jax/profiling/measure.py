@@ -8,13 +8,13 @@ other processes use its cores, more repetitions are made, and the calmest count.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ratrain_jax.errors import OptionError
 from ratrain_jax.lowered import Lowered
@@ -23,11 +23,14 @@ from ratrain_jax.profiling.keys import Key, key_of
 from ratrain_jax.profiling.links import Moves, lines
 from ratrain_jax.profiling.overhead import Overhead
 from ratrain_jax.profiling.profile import Measured, Profile
+from ratrain_jax.profiling.repetition import Repetition, joined
 from ratrain_jax.profiling.slowdown import sample, slowdowns
 from ratrain_jax.runtime.compiled import Compiled
 from ratrain_jax.runtime.host import cores
+from ratrain_jax.runtime.processes import exchange, host_mates, several
 from ratrain_jax.runtime.progress import reporting
 from ratrain_jax.runtime.serial import Serial, Taken
+from ratrain_jax.runtime.turns import in_turn
 
 REPETITIONS = 5
 TRIES = 3
@@ -82,48 +85,33 @@ def profile(
             f"step is {step!r}; give what `step.lower(...)` returns, or its `compile()`."
         )
     with reporting(progress, "profiling") as report:
-        return _profile(step, _repetitions(step.twin(), args, repetitions, report))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Repetition:
-    """What one repetition gave.
-
-    Attributes:
-        ops: what every op took, by key.
-        overhead: seconds to launch a program that does nothing, and to wait for it.
-        moves: seconds of transfers and collectives, by kind and bytes.
-        slowdowns: by busy devices.
-        others: cores that other processes used meanwhile.
-    """
-
-    ops: dict[Key, list[Taken]]
-    overhead: tuple[float, float]
-    moves: dict[tuple[str, int], float]
-    slowdowns: dict[int, float]
-    others: float | None
+        twin = step.twin()
+        # Op by op, between processes too: all from the one thread that may.
+        found = in_turn(lambda: joined(_repetitions(twin, args, repetitions, report)))
+        return _profile(step, found)
 
 
 def _repetitions(
     step: Compiled, args: Sequence[Any], wanted: int, report: Callable[[int, int], None]
-) -> list[_Repetition]:
+) -> list[Repetition]:
     """Measures as often as wanted, and again for what others disturbed; the calmest repetitions."""
     first = step.serial(*args)
-    overhead, moves = Overhead(first.groups[0]), Moves(first.program, first.groups)
+    overhead = Overhead(next(group for group in first.groups if group.is_here))
+    moves = Moves(first.program, first.groups)
     for _ in first.run():
         pass
-    found: list[_Repetition] = []
+    found: list[Repetition] = []
     calm = 0
     while calm < wanted and len(found) < TRIES * wanted:
         report(calm, wanted)
         others = Others()
         found.append(
-            _Repetition(
+            Repetition(
                 ops=_one_by_one(step.serial(*args)),
                 overhead=overhead.sample(),
                 moves=moves.sample(),
                 slowdowns=sample(step.serial(*args)),
-                others=others.cores(),
+                others=_others(others),
             )
         )
         calm += (found[-1].others or 0.0) <= DISTURBED
@@ -135,12 +123,22 @@ def _one_by_one(step: Serial) -> dict[Key, list[Taken]]:
     samples: dict[Key, list[Taken]] = {}
     for op, taken in step.run():
         key = key_of(op, step.program)
-        if key is not None:
+        if key is not None and taken is not None and step.makes(op):
             samples.setdefault(key, []).append(taken)
     return samples
 
 
-def _profile(step: Compiled, found: Sequence[_Repetition]) -> Profile:
+def _others(others: Others) -> float | None:
+    """Cores that processes of no part in this run used; the same number in every process."""
+    if not several():
+        return others.cores()
+    own = exchange(np.array([others.own], np.float32))[:, 0]
+    found = others.cores(float(sum(own[process] for process in host_mates())))
+    every = exchange(np.array([np.nan if found is None else found], np.float32))
+    return None if np.isnan(every).any() else float(every.max())
+
+
+def _profile(step: Compiled, found: Sequence[Repetition]) -> Profile:
     """Puts repetitions together."""
     program = step.lowered.program
     device, ranks = step.devices[0], program.settings.data_parallel

@@ -17,7 +17,7 @@ import numpy as np
 from ratrain_jax.errors import DistributedError
 from ratrain_jax.lowering.jsonform import to_json
 from ratrain_jax.runtime.crossings import Crossing
-from ratrain_jax.runtime.processes import exchange, several
+from ratrain_jax.runtime.processes import exchange, meet, several
 from ratrain_jax.runtime.turns import in_turn
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def connect(crossings: Sequence[Crossing]) -> None:
         return
 
     def rehearse() -> None:
-        exchange(np.zeros(1, np.int32))
+        meet()
         jax.block_until_ready([crossing.rehearse() for crossing in crossings])
 
     in_turn(rehearse)

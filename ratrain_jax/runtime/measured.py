@@ -22,6 +22,9 @@ import jax
 from ratrain_jax import compat
 from ratrain_jax.lowering.program import Op, Program
 from ratrain_jax.runtime.instructions import LINK, THREAD_OF, Bundle, Inbox, Instruction
+from ratrain_jax.runtime.processes import meet
+from ratrain_jax.runtime.records import Place, Record, joined_records
+from ratrain_jax.runtime.turns import in_turn
 from ratrain_jax.stacked_leaf import StackedLeaf
 
 if TYPE_CHECKING:
@@ -130,7 +133,7 @@ class Watcher:
         self.held = threading.Lock()
         self._queues: dict[tuple[int, int], Inbox] = {}
         self._threads: list[threading.Thread] = []
-        self._records: list[_Record] = []
+        self._records: list[Record] = []
         self._errors: list[Exception] = []
 
     def __enter__(self) -> Watcher:
@@ -143,23 +146,24 @@ class Watcher:
         self._close()
 
     def begin(self) -> None:
-        """The step starts now."""
+        """The step starts now, in all processes at once."""
+        in_turn(meet)
         self._start = time.perf_counter()
 
     def watch(self, instruction: Instruction, made: Sequence[Bundle]) -> None:
         """Notes a launch."""
         launched = time.perf_counter() - self._start
         lane = _lane(instruction.op)
-        marks = self._marks(instruction.op, made)
-        record = _Record(instruction.op, lane[0], launched, {})
+        marks = self._marks(instruction, made)
+        record = Record(instruction.op, lane[0], launched, {})
         self._records.append(record)
         self._queues[lane].put(record, marks)
 
-    def _marks(self, op: Op, made: Sequence[Bundle]) -> dict[_Place, Any]:
+    def _marks(self, instruction: Instruction, made: Sequence[Bundle]) -> dict[Place, Any]:
         """For each device that made something, an array that is ready once it has."""
-        found: dict[_Place, Any] = {}
+        found: dict[Place, Any] = {}
         seen: set[int] = set()
-        for value, bundle in zip(op.writes, made, strict=True):
+        for value, bundle in zip(instruction.writes, made, strict=True):
             stage = self._program.values[value].stage
             array = next((a for a in bundle if not compat.is_extended(a.dtype)), None)
             if stage in seen or array is None:
@@ -203,7 +207,8 @@ class Watcher:
         for error in self._errors:
             raise error
         clock = _Clock(self._devices)
-        ops = sorted(map(clock.measured, self._records), key=lambda measured: measured.start)
+        records = joined_records(self._program, self._records)
+        ops = sorted(map(clock.measured, records), key=lambda measured: measured.start)
         return MeasuredRun(self._program, tuple(ops), max((m.end for m in ops), default=0.0))
 
     def _close(self) -> None:
@@ -219,29 +224,15 @@ def _lane(op: Op) -> tuple[int, int]:
     return THREAD_OF.get(type(op), LINK), op.stages[-1]
 
 
-_Place = tuple[int, int]
-"""A stage and a rank."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Record:
-    """One launch: the op, the thread that launched it and when, and when each device had made what it writes."""
-
-    op: Op
-    thread: int
-    launched: float
-    ends: dict[_Place, float]
-
-
 class _Clock:
     """Gives ops their starts, one after the other, in the order of their launches."""
 
     def __init__(self, devices: Sequence[Sequence[int]]) -> None:
         self._devices = devices
         self._born: dict[int, dict[int, float]] = {}  # by value and rank
-        self._before: dict[tuple[int, _Place], float] = {}
+        self._before: dict[tuple[int, Place], float] = {}
 
-    def measured(self, record: _Record) -> MeasuredOp:
+    def measured(self, record: Record) -> MeasuredOp:
         """When an op ran, as a whole and on each device."""
         op, last = record.op, record.op.stages[-1]
         ranks = range(len(self._devices[last]))
@@ -260,14 +251,14 @@ class _Clock:
             self._born[value] = {rank: end for (_, rank), end in seen.items()}
         return MeasuredOp(op, started, max(seen.values()), tuple(times))
 
-    def _ready(self, record: _Record, place: _Place) -> float:
+    def _ready(self, record: Record, place: Place) -> float:
         """The earliest moment at which an op can start on a device."""
         inputs = (self._born[v] for v in (*record.op.reads, *record.op.waits) if v in self._born)
         born = (ends.get(place[1], max(ends.values())) for ends in inputs)
         return max(record.launched, self._before.get((record.thread, place), 0.0), *born, 0.0)
 
 
-def _counterpart(rank: int, seen: Mapping[_Place, float]) -> _Place:
+def _counterpart(rank: int, seen: Mapping[Place, float]) -> Place:
     """The device on which an op was seen that works for a rank of another stage."""
     return next((place for place in seen if place[1] == rank), next(iter(seen)))
 

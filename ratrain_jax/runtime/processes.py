@@ -113,6 +113,31 @@ def exchange(array: np.ndarray) -> np.ndarray:
     return np.asarray(_lowered(_gathering(None)(_lifted(array))))
 
 
+def exchange_text(text: str) -> list[str]:
+    """Gives each process what every process says, and waits for it.
+
+    Args:
+        text: any.
+
+    Returns:
+        The texts, by process.
+    """
+    if not several():
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = exchange(np.array([len(data)], np.int32))[:, 0]
+    padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
+    padded[: len(data)] = data
+    rows = zip(exchange(padded), sizes, strict=True)
+    return [row[:size].tobytes().decode() for row, size in rows]
+
+
+def meet() -> None:
+    """Waits until all processes are here."""
+    if several():
+        exchange(np.zeros(1, np.int32))
+
+
 @functools.cache
 def host_mates() -> frozenset[int]:
     """The processes on this host, this one among them; known once all processes have asked."""

@@ -12,6 +12,7 @@ from ratrain_jax.lowering.program import Free, Op, Program
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.instructions import Bundle, Execute, Plan
 from ratrain_jax.runtime.merge import launch_order
+from ratrain_jax.runtime.processes import meet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,25 +74,41 @@ class Serial:
         self, program: Program, groups: Sequence[Group], plan: Plan, table: dict[int, Bundle]
     ) -> None:
         self.program, self.groups, self.table = program, groups, table
-        self._execute = {id(each.op): each.execute for thread in plan.threads for each in thread}
+        self._here = {id(each.op): each for thread in plan.threads for each in thread}
 
-    def run(self) -> Iterator[tuple[Op, Taken]]:
-        """Runs the ops in launch order, and gives each once it has ended, with what it took."""
+    def run(self) -> Iterator[tuple[Op, Taken | None]]:
+        """Runs the ops in launch order, and gives each once it has ended, with what it took.
+
+        Ops of other processes alone are given too, with None. Before one of several processes, these meet. Such a run goes on
+        in one thread (see `ratrain_jax.runtime.turns`).
+        """
         jax.block_until_ready(self.table)
         for op in launch_order(self.program):
             if isinstance(op, Free):
-                self.table.pop(op.reads[0])
+                self.table.pop(op.reads[0], None)
                 yield op, Taken()
-            else:
-                yield op, self._run(op)
+                continue
+            devices = (d for stage in op.stages for d in self.groups[stage].devices)
+            if len({device.process_index for device in devices}) > 1:
+                meet()
+            yield op, self._run(op) if self.has(op) else None
+
+    def has(self, op: Op) -> bool:
+        """Whether this process takes part in an op."""
+        return id(op) in self._here
+
+    def makes(self, op: Op) -> bool:
+        """Whether this process gets what an op makes."""
+        return self.has(op) and bool(self._here[id(op)].writes)
 
     def _run(self, op: Op) -> Taken:
         made, taken = time_call(*self.call(op))
-        self.table.update(zip(op.writes, made, strict=True))
+        self.table.update(zip(self._here[id(op)].writes, made, strict=True))
         for value in op.donates:
             self.table.pop(value, None)
         return taken
 
     def call(self, op: Op) -> tuple[Execute, list[Bundle]]:
         """What an op runs, and on what; its values must be alive."""
-        return self._execute[id(op)], [self.table[value] for value in (*op.reads, *op.waits)]
+        found = self._here[id(op)]
+        return found.execute, [self.table[value] for value in found.reads]
