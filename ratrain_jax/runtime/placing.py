@@ -55,7 +55,8 @@ def placed(leaf: Any, sharding: Any) -> Any:
     here = [is_here(device) for device in sharding.device_set]
     if not any(here):
         return elsewhere(jax.typeof(leaf), sharding)
-    return make_global(jax.device_put(leaf, sharding) if all(here) else put_global(leaf, sharding))
+    made = jax.device_put(leaf, sharding) if all(here) else put_global(leaf, sharding)
+    return made if made is leaf else make_global(made)  # the user's own array stays what it is
 
 
 def private_copy(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
