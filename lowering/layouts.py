@@ -19,6 +19,8 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 from jax import lax
 
+from ratrain_jax.lowering.collectives import all_sum
+
 
 class _Uniform(enum.Enum):
     UNIFORM = "uniform"
@@ -167,7 +169,7 @@ def _bitwise(fold: Callable[[Any, Any], Any]) -> Callable[[Any, str], Any]:
 
 
 _COMBINE: dict[str, Callable[[Any, str], Any]] = {
-    "sum": lax.psum,
+    "sum": all_sum,
     "max": _of_booleans(lax.pmax),
     "min": _of_booleans(lax.pmin),
     "and": _bitwise(lax.bitwise_and),

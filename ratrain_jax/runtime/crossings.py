@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ratrain_jax import compat
 from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.packing import packed
 from ratrain_jax.runtime.processes import is_here
 
 Bundle = tuple[Any, ...]
@@ -119,20 +120,27 @@ def _pair(a: Any, b: Any) -> tuple[NamedSharding, Any]:
     # Said to be the same on both, so that each gives and gets arrays of the very shape; they are not the same.
     spec = PartitionSpec()
 
-    def move(x: Any) -> Any:
-        if compat.is_extended(x.dtype):
-            moved = jax.lax.ppermute(jax.random.key_data(x), AXIS, [(0, 1)])
-            return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(x))
-        return jax.lax.ppermute(x, AXIS, [(0, 1)]) if x.size else x
+    def move(bundle: Bundle) -> Bundle:
+        keys = {n: jax.random.key_impl(x) for n, x in enumerate(bundle) if _is_key(x)}
+        data = [jax.random.key_data(x) if n in keys else x for n, x in enumerate(bundle)]
+        moved = packed(lambda x: jax.lax.ppermute(x, AXIS, [(0, 1)]), data)
+        return tuple(
+            jax.random.wrap_key_data(x, impl=keys[n]) if n in keys else x
+            for n, x in enumerate(moved)
+        )
 
     mapped = jax.shard_map(
-        lambda bundle: jax.tree.map(move, bundle),
+        move,
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
         check_vma=False,
     )
     return NamedSharding(mesh, spec), jax.jit(mapped)
+
+
+def _is_key(array: Any) -> bool:
+    return compat.is_extended(array.dtype)
 
 
 def _crossed(a: Any, b: Any, own: Bundle) -> Bundle:

@@ -6,6 +6,7 @@ has no such axis and runs plain `jax.jit`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ratrain_jax import compat
 from ratrain_jax.errors import LayoutError
+from ratrain_jax.lowering.collectives import in_rank_order
 from ratrain_jax.lowering.unsharded import AXIS as AXIS
 from ratrain_jax.runtime.host import compiler_options
 from ratrain_jax.runtime.processes import host_mates, is_here, several
@@ -92,7 +94,9 @@ class Group:
         else:
             # Among several processes `pmap` takes arrays by another rule; what it makes of a function is the same.
             jitted = jax.jit(self._mapped(function), donate_argnums=tuple(donate))
-        return jitted.lower(*types).compile(compiler_options=dict(self.options))
+        with contextlib.nullcontext() if self.is_whole else in_rank_order():
+            lowered = jitted.lower(*types)
+        return lowered.compile(compiler_options=dict(self.options))
 
     def _mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What `pmap` makes of a function of each device's slices."""

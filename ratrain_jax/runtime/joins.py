@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ratrain_jax import compat
+from ratrain_jax.lowering.collectives import all_sum
 from ratrain_jax.runtime.groups import AXIS
 
 
@@ -36,7 +37,7 @@ def _sum(values: Sequence[Any], devices: int) -> Any:
     total = values[0].astype(dtype)
     for value in values[1:]:
         total = total + value.astype(dtype)
-    return jax.lax.psum(total, AXIS) if devices > 1 else total
+    return all_sum(total, AXIS) if devices > 1 else total
 
 
 def _mean(values: Sequence[Any], devices: int) -> Any:
@@ -81,7 +82,7 @@ def _join_bool(reduce: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
 
 
 _COMBINES: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    "sum": lambda values: jax.lax.psum(values, AXIS),
+    "sum": lambda values: all_sum(values, AXIS),
     "max": lambda values: jax.lax.pmax(values, AXIS),
     "min": lambda values: jax.lax.pmin(values, AXIS),
     "and": functools.partial(_join_bool, jax.lax.pmin),

@@ -22,6 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ratrain_jax.runtime.packing import packed
+
 AXIS = "process"
 
 
@@ -52,11 +54,14 @@ def _sharding() -> NamedSharding:
 
 @functools.lru_cache(maxsize=256)
 def _gathering(chosen: int | None) -> Any:
-    """A program that gathers a tree from every process, or gives that of one process to all."""
+    """A program that gathers arrays from every process, or gives those of one process to all."""
 
-    def gather(tree: Any) -> Any:
-        every = jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS), tree)
-        return every if chosen is None else jax.tree.map(lambda x: x[chosen], every)
+    def send(array: Any) -> Any:
+        every = jax.lax.all_gather(array, AXIS)
+        return every if chosen is None else every[chosen]
+
+    def gather(arrays: Sequence[Any]) -> Any:
+        return packed(send, arrays)
 
     mapped = jax.shard_map(
         gather,
@@ -110,7 +115,7 @@ def exchange(array: np.ndarray) -> np.ndarray:
     """
     if not several():
         return array[None]
-    return np.asarray(_lowered(_gathering(None)(_lifted(array))))
+    return np.asarray(_lowered(_gathering(None)((_lifted(array),))[0]))
 
 
 def exchange_text(text: str) -> list[str]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.collectives import all_sum, sum_scatter
 from ratrain_jax.lowering.graph import as_function, fingerprint
 from ratrain_jax.lowering.program import (
     ArrayType,
@@ -231,8 +232,8 @@ class Recipes:
         if self.code.data_parallel == 1:
             return array
         if axis is None:
-            return jax.lax.psum(array, AXIS)
-        return jax.lax.psum_scatter(array, AXIS, scatter_dimension=axis, tiled=True)
+            return all_sum(array, AXIS)
+        return sum_scatter(array, AXIS, axis)
 
     def _axes(self, layer: int, params: Sequence[int]) -> tuple[int | None, ...]:
         return tuple(self.code.axis(self.code.master[p].shape) for p in params)
