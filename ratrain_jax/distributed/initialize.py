@@ -111,7 +111,7 @@ def initialize(
         return
     if isinstance(found, TimeoutError):
         departures.watch()
-        departures.fail()  # JAX's own end would wait for the others once more
+        departures.fail()  # JAX's own end would wait once more, and log what it misses
         raise DistributedError(_missing(place, timeout))
     if found is not None:
         raise _explained(found, place) from found

@@ -128,6 +128,7 @@ def test_not_all_come_and_one_comes_late(begin):
             f"process 1 found no coordinator at {address} within",  # it gave up a moment before
         )
     )
+    assert "coordination_service" not in first.said  # the sentence is not buried in JAX's log
     late = refused(begin(at(address, 3, 2, WAITS)))
     assert late.startswith(f"process 2 found no coordinator at {address} within {WAITS} s (")
     assert "was not started, has given up or ended, or cannot be reached" in late
