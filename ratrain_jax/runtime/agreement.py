@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from ratrain_jax.distributed import peers
 from ratrain_jax.errors import DistributedError
 from ratrain_jax.lowering.jsonform import to_json
 from ratrain_jax.runtime.crossings import Crossing
@@ -32,6 +33,7 @@ def agree(lowered: Lowered) -> None:
     """
     if not several():
         return
+    in_turn(peers.meet)
     parts = {
         "the code of the step": lowered.code.fingerprint,
         "the program": to_json(lowered.program),

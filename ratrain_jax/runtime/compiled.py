@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ratrain_jax.distributed.failures import named
 from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
 from ratrain_jax.lowering.program import Kind, Value
 from ratrain_jax.runtime.agreement import agree, connect
@@ -110,7 +111,7 @@ class Compiled:
             BatchError: the batch does.
         """
         self._flights.admit(args)
-        with telling(args[:1]):
+        with telling(args[:1]), named():
             tables = self._enter(args)
             self._launch(tables)
             result = self._leave(tables)
@@ -135,7 +136,7 @@ class Compiled:
         """
         devices = [[device.id for device in group.devices] for group in self._groups]
         watcher = Watcher(self._program, devices)
-        with telling(args[:1]), watcher.held, watcher:
+        with telling(args[:1]), named(), watcher.held, watcher:
             tables = self._enter(args)
             watcher.begin()
             self._launch(tables, watcher.watch)
@@ -151,9 +152,9 @@ class Compiled:
         Returns:
             What the step returns, and the count beside the prediction.
         """
-        with telling(args[:1]):
+        with telling(args[:1]), named():
             step = self.serial(*args)
-            census = take_census(step)
+            census = in_turn(lambda: take_census(step))
             return self._leave((step.table, step.table)), census
 
     def serial(self, *args: Any) -> Serial:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from ratrain_jax.distributed.failures import lost
 from ratrain_jax.errors import RATrainError, StateError
 from ratrain_jax.stacked_leaf import StackedLeaf, is_stacked_leaf
 
@@ -54,7 +55,7 @@ class Flights:
             try:
                 _wait(jax.tree.leaves(args))
             except jax.errors.JaxRuntimeError as error:
-                raise StateError(
+                raise lost(error) or StateError(
                     "the state or the batch comes from a step that failed; its own error stands above. Go on from a checkpoint."
                 ) from error
             self._failed = False
