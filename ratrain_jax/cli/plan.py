@@ -58,6 +58,12 @@ def _space_options(function: Any) -> Any:
 @click.option(
     "--include-simulated", is_flag=True, help="Search what the runtime does not run as well."
 )
+@click.option(
+    "--idle",
+    type=click.FloatRange(0, 1, max_open=True),
+    metavar="SHARE",
+    help="Of the devices, may stay idle; up to an eighth where nothing that uses all of them fits, unless given.",
+)
 @_space_options
 @output_option("Write the plan here, as JSON.")
 @json_option
@@ -68,6 +74,7 @@ def plan(
     global_batch: int,
     memory_limit: int | None,
     include_simulated: bool,
+    idle: float | None,
     output: str | None,
     as_json: bool,
     **given: Any,
@@ -89,6 +96,7 @@ def plan(
             global_batch=global_batch,
             memory_limit=memory_limit,
             include_simulated=include_simulated,
+            idle=idle,
             **{name: chosen for name, chosen in space.items() if chosen},
         )
     if output is not None:

@@ -81,6 +81,7 @@ class Plan:
         searched: how many configurations the space had.
         assumed: what of the machine has no source.
         why_not: the best rejected plan of each kind.
+        idle: devices that stay idle.
     """
 
     configuration: Configuration
@@ -96,6 +97,7 @@ class Plan:
     searched: int
     assumed: tuple[str, ...]
     why_not: tuple[WhyNot, ...]
+    idle: int = 0
 
     def __post_init__(self) -> None:
         wanted = self.configuration.stages

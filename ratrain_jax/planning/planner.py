@@ -13,8 +13,9 @@ from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.text import readable_bytes
-from ratrain_jax.planning.configuration import RUNNABLE
+from ratrain_jax.planning.configuration import RUNNABLE, Configuration
 from ratrain_jax.planning.fewest import fewest_devices
+from ratrain_jax.planning.layer_table import shard_bytes
 from ratrain_jax.planning.memory_parts import memory_parts
 from ratrain_jax.planning.plan import Plan, PlannedStage, fingerprint_of
 from ratrain_jax.planning.search import Found, search
@@ -29,6 +30,10 @@ MARGIN = 0.02
 """The part of the usable memory that is left free, for what is not counted: allocators, code, the runtime itself."""
 
 
+IDLE = 0.125
+"""The share of the devices that may stay idle where no way to use all of them is found."""
+
+
 @collector_paused()
 def plan(
     train_step: Callable[..., Any],
@@ -41,6 +46,7 @@ def plan(
     backend: str | None = None,
     batch_argnums: Sequence[int] | None = None,
     include_simulated: bool = False,
+    idle: float | None = None,
     **space: Sequence[Any],
 ) -> Plan:
     """Searches for the fastest way to run a step on a machine.
@@ -61,6 +67,8 @@ def plan(
         batch_argnums: which arguments are cut along axis 0; all but the first unless given.
         include_simulated: whether to search what the runtime does not run as well: ZeRO-3, and the schedules
             `interleaved` and `zb-h1`.
+        idle: the share of the devices that may stay idle. Unless given, all are used; where nothing that uses all of
+            them fits, up to an eighth stays idle, and the plan says how many.
         **space: choices to search instead of all: `stages`, `rows`, `schedules`, `zeros`, `recoveries`,
             `chunks`, each a sequence (see `ratrain_jax.planning.space.Space`).
 
@@ -95,12 +103,16 @@ def plan(
     limit = int((memory_limit or chosen.usable_bytes) * (1 - margin))
     whole = work.table(1)
     choices = _choices(include_simulated, space)
-    looked_at = Space(devices=count, global_batch=global_batch, layers=len(whole.rows), **choices)
-    work.trace_few({configuration.rows for configuration in looked_at.configurations()})
-    found = search(looked_at, work.table, chosen, limit)
-    if found.best is None:
-        raise InfeasibleError(_infeasible(found, looked_at, work, limit))
-    return _plan(found, work, limit).bound(functools.partial(_lower, work))
+    for share in (0.0, IDLE) if idle is None else (idle,):
+        looked_at = Space(
+            devices=count, global_batch=global_batch, layers=len(whole.rows), idle=share, **choices
+        )
+        work.trace_few({configuration.rows for configuration in looked_at.configurations()})
+        found = search(looked_at, work.table, chosen, limit)
+        if found.best is not None:
+            made = _plan(found, work, limit, count)
+            return made.bound(functools.partial(_lower, work))
+    raise InfeasibleError(_infeasible(found, looked_at, work, limit))
 
 
 def workload(
@@ -123,7 +135,12 @@ def workload(
 
 
 def _choices(include_simulated: bool, space: dict[str, Sequence[Any]]) -> dict[str, Any]:
-    known = {f.name for f in dataclasses.fields(Space)} - {"devices", "global_batch", "layers"}
+    known = {f.name for f in dataclasses.fields(Space)} - {
+        "devices",
+        "global_batch",
+        "layers",
+        "idle",
+    }
     unknown = sorted(set(space) - known)
     if unknown:
         raise OptionError(
@@ -137,7 +154,7 @@ def _choices(include_simulated: bool, space: dict[str, Sequence[Any]]) -> dict[s
     return choices
 
 
-def _plan(found: Found, work: Workload, limit: int) -> Plan:
+def _plan(found: Found, work: Workload, limit: int, devices: int) -> Plan:
     best = found.best
     assert best is not None
     assert best.split is not None
@@ -169,6 +186,7 @@ def _plan(found: Found, work: Workload, limit: int) -> Plan:
         searched=found.configurations,
         assumed=work.machine.assumed,
         why_not=why_not(found, work.table, work.machine, limit),
+        idle=devices - best.configuration.devices,
     )
 
 
@@ -215,7 +233,7 @@ def _infeasible(found: Found, space: Space, work: Workload, limit: int) -> str:
         key=lambda pair: pair[1].bytes,
     )
     memory = shortfall.memory
-    count = fewest_devices(space, work.table, work.machine, limit)
+    count = fewest_devices(dataclasses.replace(space, idle=0.0), work.table, work.machine, limit)
     remedy = (
         f"{count} devices would do" if count else "no number of devices that was tried would do"
     )
@@ -223,5 +241,20 @@ def _infeasible(found: Found, space: Space, work: Workload, limit: int) -> str:
         f"nothing fits {readable_bytes(limit)} a device on {space.devices} devices: the closest"
         f" ({closest}) lacks {readable_bytes(shortfall.bytes)} on stage"
         f" {shortfall.stage}, most of it {memory.largest}"
-        f" ({readable_bytes(getattr(memory, memory.largest))}); {remedy}."
+        f" ({readable_bytes(getattr(memory, memory.largest))}); {remedy}.{_unsharded(closest, work)}"
+    )
+
+
+def _unsharded(closest: Configuration, work: Workload) -> str:
+    """What to say where a group divides so few arrays that sharding hardly helps."""
+    group = closest.data_parallel
+    leaves = [
+        leaf for row in work.table(closest.rows, closest.tensor).rows for leaf in row.parameters
+    ]
+    held, whole = shard_bytes(tuple(leaves), group), sum(leaf.bytes for leaf in leaves)
+    if group == 1 or held < whole / 2:
+        return ""
+    return (
+        f" Groups of {group} divide no axis of most arrays, which each of their devices holds whole; plan with a"
+        " global batch that groups of a power of two divide."
     )

@@ -16,7 +16,7 @@ from ratrain_jax.planning.splits import Split
 from ratrain_jax.planning.stage_costs import Stage, StageCosts
 from ratrain_jax.simulation.breakdown import pacing_stage
 from ratrain_jax.simulation.engine import run
-from ratrain_jax.simulation.tasks import Hold, Port, Tasks
+from ratrain_jax.simulation.tasks import Port, Tasks, port_numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def step_seconds(costs: StageCosts, split: Split) -> StepSeconds:
     for holds in (built.collectives, built.transfers):
         tasks.rank = run(tasks).rank
         for number, ports in holds.items():
-            tasks.hold(number, ports)
+            tasks.ports[number] = ports
     found = run(tasks, costs.machine)
     ends = [float(found.end[numbers[-1]]) for numbers in built.backwards]
     stage = pacing_stage(built.entered, found, ends)
@@ -69,8 +69,17 @@ class _Step:
     def __init__(self, costs: StageCosts, split: Split) -> None:
         self.costs, self.split, self.c = costs, split, costs.configuration
         self.tasks = Tasks()
-        self.collectives: dict[int, list[Hold]] = {}
-        self.transfers: dict[int, list[Hold]] = {}
+        # By task, the ports that it will hold; which in what order is known only when all would be ready.
+        self.collectives: dict[int, tuple[int, ...]] = {}
+        self.transfers: dict[int, tuple[int, ...]] = {}
+        stages = range(self.c.stages)
+        self._computes = [port_numbers([(s, Port.COMPUTE)]) for s in stages]
+        self._links = [port_numbers([(s, Port.SEND), (s, Port.RECEIVE)]) for s in stages]
+        self._hops = {
+            (source, target): port_numbers([(source, Port.SEND), (target, Port.RECEIVE)])
+            for source in stages
+            for target in (source - 1, source + 1)
+        }
         self.arrived: dict[tuple[str, int, int], int] = {}
         self.backwards: list[list[int]] = [[] for _ in split.stages]
         self.syncs: dict[int, int] = {}
@@ -95,16 +104,16 @@ class _Step:
         return range(*self.split.stages[s].layers)
 
     def _compute(self, s: int, seconds: float, after: list[int]) -> int:
-        return self.tasks.add(seconds, [(s, Port.COMPUTE)], after)
+        return self.tasks.add_numbered(seconds, self._computes[s], tuple(after))
 
     def _transfer(self, seconds: float, after: list[int], source: int, target: int) -> int:
-        number = self.tasks.add(seconds, after=after)
-        self.transfers[number] = [(source, Port.SEND), (target, Port.RECEIVE)]
+        number = self.tasks.add_numbered(seconds, (), tuple(after))
+        self.transfers[number] = self._hops[source, target]
         return number
 
     def _collective(self, seconds: float, after: list[int], s: int) -> int:
-        number = self.tasks.add(seconds, after=after)
-        self.collectives[number] = [(s, Port.SEND), (s, Port.RECEIVE)]
+        number = self.tasks.add_numbered(seconds, (), tuple(after))
+        self.collectives[number] = self._links[s]
         return number
 
     def _came(self, kind: str, s: int, i: int) -> list[int]:

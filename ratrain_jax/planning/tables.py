@@ -24,8 +24,9 @@ def plan_text(plan: Plan) -> str:
     c = plan.configuration
     marked = "" if c.runs else "  (only simulated: the runtime does not run it)"
     tensor = f" × {c.tensor} tensor parallel" if c.tensor > 1 else ""
+    idle = f" ({plan.idle} more stay idle)" if plan.idle else ""
     head = [
-        f"{c.devices} × {plan.machine}, {counted(plan.global_batch, 'example')} a step{marked}",
+        f"{c.devices} × {plan.machine}{idle}, {counted(plan.global_batch, 'example')} a step{marked}",
         f"  {counted(c.stages, 'stage')} × {c.data_parallel} data parallel{tensor}",
         f"  {counted(c.microbatches, 'microbatch')} of {counted(c.rows, 'example')} a rank",
         f"  schedule={c.schedule}, zero={c.zero}, recovery={c.recovery}",

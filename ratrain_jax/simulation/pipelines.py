@@ -18,7 +18,7 @@ from ratrain_jax.errors import OptionError
 from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.schedules import compute_order, in_order_of_data
 from ratrain_jax.simulation.engine import run
-from ratrain_jax.simulation.tasks import Hold, Port, Tasks
+from ratrain_jax.simulation.tasks import Hold, Port, Tasks, port_numbers
 
 SIMULATED = ("interleaved", "zb-h1")
 """Schedules that are simulated but do not run."""
@@ -110,7 +110,7 @@ def pipeline_tasks(pipeline: Pipeline) -> tuple[Tasks, dict[tuple[str, int, int]
         # A link serves first what is ready first, were there no other transfer.
         built.tasks.rank = run(built.tasks).rank
         for number, holds in built.holds.items():
-            built.tasks.hold(number, holds)
+            built.tasks.ports[number] = port_numbers(holds)
     return built.tasks, built.numbers
 
 

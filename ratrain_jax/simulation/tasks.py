@@ -77,18 +77,26 @@ class Tasks:
             after: tasks that must have ended before it starts; they may be added later.
             behind: tasks that must have started before it starts.
         """
-        number = len(self.seconds)
-        self.seconds.append(seconds)
-        self.ports.append(_numbers(holds))
-        self.after.append(tuple(after))
+        number = self.add_numbered(seconds, port_numbers(holds), tuple(after))
         started = tuple(behind)
         if started:
             self.behind[number] = started
         return number
 
-    def hold(self, number: int, holds: Iterable[Hold]) -> None:
-        """Lets a task hold other ports than it was added with."""
-        self.ports[number] = _numbers(holds)
+    def add_numbered(
+        self, seconds: float, ports: tuple[int, ...], after: tuple[int, ...] = ()
+    ) -> int:
+        """Adds a task as `add` does, by the numbers of its ports; for those who add very many.
+
+        Args:
+            seconds: how long it takes.
+            ports: the ports that it holds, from `port_numbers`.
+            after: tasks that must have ended before it starts.
+        """
+        self.seconds.append(seconds)
+        self.ports.append(ports)
+        self.after.append(after)
+        return len(self.seconds) - 1
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -99,7 +107,8 @@ class Tasks:
         return 1 + max((port // PORTS for held in self.ports for port in held), default=-1)
 
 
-def _numbers(holds: Iterable[Hold]) -> tuple[int, ...]:
+def port_numbers(holds: Iterable[Hold]) -> tuple[int, ...]:
+    """The numbers by which `Tasks` knows ports."""
     return tuple(device * PORTS + port for device, port in holds)
 
 

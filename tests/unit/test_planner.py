@@ -259,6 +259,30 @@ def test_the_search_finds_what_simulating_everything_finds(limit, bandwidth, sim
         assert pruned.best.configuration == everything.best.configuration
 
 
+@pytest.mark.parametrize("devices, idle", [(7, 0.0), (7, 0.3), (13, 0.1), (16, 0.5), (8, 0.0)])
+def test_the_space_has_all_groups_that_leave_no_more_idle_than_is_allowed(devices, idle):
+    found = {
+        (c.stages, c.tensor, c.data_parallel)
+        for c in space(devices=devices, idle=idle, tensors=(1, 2)).configurations()
+    }
+    layers = len(work().table(1).rows)
+    assert found == {
+        (stages, tensor, group)
+        for stages in range(1, layers + 1)
+        for tensor in (1, 2)
+        for group in range(1, devices + 1)
+        if (1 - idle) * devices <= stages * tensor * group <= devices and BATCH % group == 0
+    }
+
+
+def test_a_search_that_leaves_devices_idle_is_exact_too():
+    looked_at = space(devices=7, idle=0.3)
+    pruned = search(looked_at, work().table, A100, 6 * 10**8)
+    everything = search(looked_at, work().table, A100, 6 * 10**8, exhaustive=True)
+    assert pruned.best.configuration == everything.best.configuration
+    assert 5 <= pruned.best.configuration.devices <= 7
+
+
 def test_pruning_leaves_most_unsimulated():
     pruned = search(space(), work().table, A100, 10**12)
     assert sum(c.seconds is not None for c in pruned.seen) < 0.5 * pruned.configurations
@@ -449,6 +473,30 @@ def test_where_nothing_fits_the_error_says_what_lacks_and_how_many_devices_do():
     assert planned(memory_limit=limit, margin=0.0, devices=told).configuration.devices == told
     fewer = fewest_devices(space(devices=1), work().table, A100, limit, range(1, told))
     assert fewer is None
+
+
+def test_devices_stay_idle_only_where_they_must_or_may():
+    assert plain_plan().idle == 0
+    assert "idle" not in str(plain_plan())
+    # Of 41 devices no equal groups can be made, and 41 do not divide 48 examples.
+    plan = planned(devices=41)
+    assert plan.idle == 41 - plan.configuration.devices > 0
+    assert f"{plan.configuration.devices} × a100 ({plan.idle} more stay idle)" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(InfeasibleError, match="no way to lay 48 examples over 41 devices"):
+        planned(devices=41, idle=0.0)
+    assert planned(devices=10, idle=0.5).step_seconds <= planned(devices=10).step_seconds
+    with pytest.raises(OptionError, match=r"idle is 1\.5; give the share"):
+        planned(idle=1.5)
+
+
+def test_groups_that_shard_next_to_nothing_are_said():
+    # No axis of any array is a multiple of 7.
+    with pytest.raises(InfeasibleError, match="Groups of 7 divide no axis of most arrays"):
+        planned(devices=7, stages=(1,), global_batch=49, memory_limit=10**7)
+    with pytest.raises(InfeasibleError) as told:
+        planned(devices=8, stages=(1,), memory_limit=10**7)
+    assert "Groups" not in str(told.value)
 
 
 def test_mistakes_are_named():
