@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ratrain_jax import compat
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.packing import packed
-from ratrain_jax.runtime.processes import is_here
+from ratrain_jax.runtime.processes import is_here, make_global, several
 
 Bundle = tuple[Any, ...]
 AXIS = "pair"
@@ -56,7 +56,10 @@ class Crossing:
         """
         if self._within:
             return tuple(jax.device_put(bundle, self._target.sharding))
-        parts = [self._move(a, b, bundle) for a, b in self._pairs]
+        parts = [
+            _moved(a, b, _slices_on(a, bundle) if is_here(a) else None, self._slices)
+            for a, b in self._pairs
+        ]
         if not self._target.is_here:
             return None
         return self._joined([part for part in parts if part is not None])
@@ -66,17 +69,6 @@ class Crossing:
         if not self.between:
             return None
         return [_crossed(a, b, _zeros(_own(a, b), self._slices)) for a, b in self._pairs]
-
-    def _move(self, a: Any, b: Any, bundle: Bundle | None) -> Bundle | None:
-        """Moves one rank's slices; gives them where they arrive."""
-        if not is_here(a):
-            return _crossed(a, b, _zeros(b, self._slices))
-        assert bundle is not None
-        mine = tuple(_on(a, array) for array in bundle)
-        if is_here(b):
-            return tuple(jax.device_put(mine, b))
-        _crossed(a, b, mine)
-        return None
 
     def _joined(self, parts: Sequence[Bundle]) -> Bundle:
         """Arrays of the target's group from the slices that are here."""
@@ -89,8 +81,65 @@ class Crossing:
         )
 
 
+def relocated(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Global arrays on other devices, cut as before; in a run of one process any arrays.
+
+    Args:
+        arrays: with as many devices each as wanted.
+        shardings: where to, one an array.
+    """
+    if not several():
+        return list(jax.device_put(list(arrays), list(shardings)))
+    moves: dict[Any, list[int]] = {}
+    for n, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
+        moves.setdefault((_devices(array.sharding), _devices(sharding)), []).append(n)
+    parts: dict[int, list[Any]] = {n: [] for n in range(len(arrays))}
+    for (source, target), numbers in moves.items():
+        types = tuple(_slice(arrays[n]) for n in numbers)
+        for a, b in zip(source, target, strict=True):
+            own = tuple(_on(a, arrays[n]) for n in numbers) if is_here(a) else None
+            for n, part in zip(numbers, _moved(a, b, own, types) or (), strict=False):
+                parts[n].append(part)
+    return [
+        make_global(jax.make_array_from_single_device_arrays(x.shape, s, parts[n], dtype=x.dtype))
+        for n, (x, s) in enumerate(zip(arrays, shardings, strict=True))
+    ]
+
+
+def _devices(sharding: Any) -> tuple[Any, ...]:
+    """A sharding's devices in rank order."""
+    mesh = getattr(sharding, "mesh", None)
+    return tuple(sharding.device_set) if mesh is None else tuple(mesh.devices.flat)
+
+
+def _slice(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
+
+
+def _moved(a: Any, b: Any, own: Bundle | None, types: tuple[Any, ...]) -> Bundle | None:
+    """Moves what a device has to another one; gives it where it arrives.
+
+    Args:
+        a: where from.
+        b: where to.
+        own: what lies on `a`; None where that is in another process.
+        types: of the arrays.
+    """
+    if is_here(a) and is_here(b):
+        return tuple(jax.device_put(own, b))
+    if is_here(b):
+        return _crossed(a, b, _zeros(b, types))
+    if own is not None:
+        _crossed(a, b, own)
+    return None
+
+
 def _own(a: Any, b: Any) -> Any:
     return a if is_here(a) else b
+
+
+def _slices_on(device: Any, bundle: Bundle | None) -> Bundle:
+    return tuple(_on(device, array) for array in bundle or ())
 
 
 def _on(device: Any, array: Any) -> Any:

@@ -18,7 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ratrain_jax.lowering.stacks import Part, StackMap
+from ratrain_jax.runtime.crossings import relocated
 from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.placing import agree_on_globals, whole
+from ratrain_jax.runtime.processes import elsewhere, is_global, make_global
 from ratrain_jax.stacked_leaf import StackedLeaf
 
 
@@ -46,18 +49,31 @@ class Stacks:
         if self._stacks is None:
             return [_as_array(leaf) for leaf in state]
         self._entered.clear()  # what a call that failed has left
+        pairs = list(zip(state, self._stacks.states, strict=True))
+        known = [self._layers_of(n, leaf) for n, (leaf, _) in enumerate(pairs)]
+        agree_on_globals(
+            [
+                leaf
+                for (leaf, part), layers in zip(pairs, known, strict=True)
+                if layers is None and isinstance(part, tuple) and isinstance(leaf, jax.Array)
+            ]
+        )
         flat: list[Any] = []
-        for number, (leaf, part) in enumerate(zip(state, self._stacks.states, strict=True)):
+        for (leaf, part), layers in zip(pairs, known, strict=True):
             if not isinstance(part, tuple):
                 flat.append(_as_array(leaf))
-                continue
-            known, ref, layers = self._known.get(id(leaf), (None, None, None))
-            if known == number and ref is not None and ref() is leaf and _alive(layers):
+            elif layers is not None:
                 self._entered.append(leaf)
+                flat.extend(jax.tree.leaves(layers))
             else:
-                layers = _taken_apart(leaf, part)
-            flat.extend(jax.tree.leaves(layers))
+                flat.extend(jax.tree.leaves(_taken_apart(leaf, part)))
         return flat
+
+    def _layers_of(self, number: int, leaf: Any) -> Any:
+        """What a stacked array that was handed out was made of; None if it was not, or that is used up."""
+        known, ref, layers = self._known.get(id(leaf), (None, None, None))
+        same = known == number and ref is not None and ref() is leaf
+        return layers if same and _alive(layers) else None
 
     def use_up(self) -> None:
         """Gives up the stacked arrays that came back: the step that has begun uses up what they are made of."""
@@ -91,12 +107,19 @@ class Stacks:
         """Stacks layers' arrays on the home group, all leaves in one program."""
         if not leaves:
             return ()
-        moved, shardings = [], []
-        for layers in leaves:
-            spec = self._spec(jax.tree.leaves(layers)[0])
-            moved.append(jax.device_put(layers, self._sharding(spec)))
-            shardings.append(self._sharding(PartitionSpec(*[None] * _depth(layers), *spec)))
-        return _stacking(tuple(shardings))(tuple(moved))
+        arrays, tree = jax.tree.flatten(tuple(leaves))
+        moved = relocated(arrays, [self._sharding(self._spec(array)) for array in arrays])
+        shardings = [
+            self._sharding(
+                PartitionSpec(*[None] * _depth(layers), *self._spec(jax.tree.leaves(layers)[0]))
+            )
+            for layers in leaves
+        ]
+        if self._home.is_here:
+            made = _stacking(tuple(shardings))(tree.unflatten(moved))
+            return [make_global(array) for array in made]
+        types = jax.eval_shape(_stacked_all, tree.unflatten(map(_type, arrays)))
+        return [elsewhere(*pair) for pair in zip(types, shardings, strict=True)]
 
     def _spec(self, array: Any) -> Any:
         return array.sharding.spec if self._home.size > 1 else PartitionSpec()
@@ -108,7 +131,15 @@ class Stacks:
 
 @functools.lru_cache(maxsize=64)
 def _stacking(shardings: tuple[Any, ...]) -> Any:
-    return jax.jit(lambda leaves: tuple(map(_stacked, leaves)), out_shardings=shardings)
+    return jax.jit(_stacked_all, out_shardings=shardings)
+
+
+def _stacked_all(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(map(_stacked, leaves))
+
+
+def _type(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _stacked(layers: Any) -> Any:
@@ -140,6 +171,8 @@ def _taken_apart(leaf: Any, part: Part) -> Any:
         return _as_array(leaf)
     if isinstance(leaf, StackedLeaf):
         return tuple(_taken_apart(*pair) for pair in zip(leaf.slices, part, strict=True))
+    if is_global(leaf):
+        leaf = whole(leaf)
     if isinstance(leaf, jax.Array):
         return _taking_apart(_shape(part))(leaf)
     return _indexed(np.asarray(leaf), _shape(part))
