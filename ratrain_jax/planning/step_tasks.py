@@ -13,7 +13,7 @@ import itertools
 from ratrain_jax.lowering.blocks import block_ends
 from ratrain_jax.lowering.schedules import Slot, compute_order, in_order_of_data
 from ratrain_jax.planning.splits import Split
-from ratrain_jax.planning.stage_costs import Stage, StageCosts
+from ratrain_jax.planning.stage_costs import StageCosts
 from ratrain_jax.simulation.breakdown import pacing_stage
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.tasks import Port, Tasks, port_numbers
@@ -144,28 +144,29 @@ class _Step:
             self._compute(s, stage.recover, came if self.c.recovery == "backward" else [])
         synced = self.c.data_parallel > 1 and (self.c.zero == 2 or i == self.c.microbatches - 1)
         if synced:
-            task = self._backward_by_layer(s, stage, i, came)
+            task, waiting = self._backward_by_layer(s, came)
         else:
-            task = self._compute(s, stage.backward, came)
-            self.backwards[s].append(task)
+            task, waiting = self._compute(s, stage.backward, came), []
+        self.backwards[s].append(task)
+        # Added first, so that it goes first where the last synchronisation is ready at the same moment.
         self._send("B", s, s - 1, i, task)
+        self._sync(s, waiting)
 
-    def _backward_by_layer(self, s: int, stage: Stage, i: int, came: list[int]) -> int:
+    def _backward_by_layer(self, s: int, came: list[int]) -> tuple[int, list[tuple[int, int]]]:
+        """The last task of a backward, and the layers that are yet to be synchronised, with what each waits for."""
         launch = self.costs.machine.launch_seconds
         last: int = -1
         waiting: list[tuple[int, int]] = []
         for n in reversed(self._layers(s)):
             held = [self.syncs[n]] if n in self.syncs else []  # zero=2: the gradient before
+            if self.c.layerwise:
+                self._sync(s, waiting)
+                waiting = []
             last = self._compute(s, self.costs.table.rows[n].backward.seconds + launch, came + held)
             came = []
             if self.costs.table.rows[n].gradients:
                 waiting.append((n, last))
-            if self.c.layerwise:
-                self._sync(s, waiting)
-                waiting = []
-        self.backwards[s].append(last)
-        self._sync(s, [(n, last) for n, _ in waiting])
-        return last
+        return last, [(n, last) for n, _ in waiting]
 
     def _sync(self, s: int, layers: list[tuple[int, int]]) -> None:
         for n, after in layers:

@@ -353,7 +353,7 @@ def test_each_mechanism_is_a_switch(zero):
     base = Configuration(
         stages=2, data_parallel=4, rows=2, microbatches=3, zero=zero, recovery="none"
     )
-    machine = slow_links(2e9)
+    machine = slow_links(2e10)
 
     split = best_split(StageCosts(work().table(2), base, machine), 10**12)
 
@@ -405,6 +405,18 @@ def test_the_program_of_a_plan_fits_and_takes_what_was_predicted():
         plan.step_seconds, rel=0.03
     )
     assert max(memory_analysis(plan.program).peaks) <= plan.limit
+
+
+@pytest.mark.parametrize("schedule", ["ratrain", "1f1b"])
+@pytest.mark.parametrize("bandwidth", [2e10, 3e10, 6e10])
+def test_a_gradient_is_handed_on_before_the_last_one_is_synchronised(schedule, bandwidth):
+    # Both are ready at the same moment, in the program too; the stages before wait for one of them.
+    machine = slow_links(bandwidth)
+    plan = planned(
+        machine=machine, stages=(4,), schedules=(schedule,), zeros=(1,), recoveries=("none",)
+    )
+    seconds = rt.simulate(plan.program, machine).step_seconds
+    assert plan.step_seconds == pytest.approx(seconds, rel=0.015)
 
 
 def test_a_plan_cuts_no_number_short():
