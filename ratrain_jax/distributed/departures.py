@@ -34,8 +34,14 @@ def watch() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        from ratrain_jax.distributed import failures  # it needs this module
+
         shown(kind, error, traceback)
         fail(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+        # What waits for a step's results outside of this package gets JAX's own error.
+        found = failures.lost(error)
+        if found is not None:
+            print(f"{type(found).__name__}: {found}", file=sys.stderr, flush=True)
         # No thread that waits for another process may hold this one.
         last = threading.Timer(_GRACE, _leave)
         last.daemon = True

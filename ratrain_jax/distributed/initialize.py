@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ PROCESS_ID: Final = "RATRAIN_PROCESS_ID"
 
 _CLUSTERS: Final = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE")
 """What Slurm and Open MPI say to the processes that they start."""
+_CPU_DEVICES: Final = "xla_force_host_platform_device_count"
 _NOTHING_SET: Final = "coordinator_address should be defined"
 """What JAX says where neither arguments nor a cluster name a coordinator."""
 _LONGER: Final = 3600
@@ -59,7 +61,9 @@ def initialize(
 
     Arguments that are not given are taken from `ratrain launch`, or from Slurm, Open MPI or whatever else JAX knows. Where
     nobody started several processes nothing happens, so that the same script runs alone. Afterwards `jax.devices()` are
-    the devices of all processes, and `jax.process_index()` says which process this is.
+    the devices of all processes, and `jax.process_index()` says which process this is. On few cores it enlarges the pool of
+    threads of XLA's CPU client, unless `NPROC` says its size, so that what waits for another process does not keep others
+    waiting; the pool's size decides the last bits of some sums.
 
     A process that ends with an exception no longer waits for the others. The others stop too: see
     [Several processes](../howto/several-processes.md).
@@ -118,6 +122,19 @@ def initialize(
     departures.watch()
     failures.expect(heartbeat)
     peers.expect(place.processes)
+    _enlarge_pool()
+
+
+def _enlarge_pool() -> None:
+    """Gives XLA's CPU client, which has not started yet, threads enough for transfers beside compute."""
+    import jax
+
+    from ratrain_jax.runtime.host import cores, threads_needed
+
+    flags = re.search(rf"{_CPU_DEVICES}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = int(flags[1]) if flags else max(1, jax.config.jax_num_cpu_devices)  # pyright: ignore[reportAttributeAccessIssue]
+    if "NPROC" not in os.environ and cores() <= threads_needed(devices):
+        os.environ["NPROC"] = str(threads_needed(devices) + 1)
 
 
 def place_of(

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from ratrain_jax.distributed import peers
+from ratrain_jax.distributed import departures, peers
 from ratrain_jax.errors import DistributedError
 from ratrain_jax.lowering.jsonform import to_json
 from ratrain_jax.runtime.crossings import Crossing
+from ratrain_jax.runtime.host import pool_threads, threads_needed
 from ratrain_jax.runtime.processes import exchange, meet, several
 from ratrain_jax.runtime.turns import in_turn
 
@@ -33,6 +34,7 @@ def agree(lowered: Lowered) -> None:
     """
     if not several():
         return
+    _check_pool()
     in_turn(peers.meet)
     parts = {
         "the code of the step": lowered.code.fingerprint,
@@ -48,10 +50,26 @@ def agree(lowered: Lowered) -> None:
     for place, name in enumerate(parts):
         apart = [n for n, digest in enumerate(every[:, place]) if (digest != every[0, place]).any()]
         if apart:
+            departures.fail()
             raise DistributedError(
                 f"{name} is not the same in process {', '.join(map(str, apart))} as in process 0. Start all processes with"
                 " the same script, arguments, versions and shapes of the batch."
             )
+
+
+def _check_pool() -> None:
+    """Refuses to begin where XLA's pool would run dry."""
+    if jax.default_backend() != "cpu":
+        return
+    devices = jax.local_device_count()
+    # A client has at least a thread for each device, and one device alone was never seen to hang.
+    if devices > 1 and max(pool_threads(), devices) < threads_needed(devices):
+        departures.fail()
+        raise DistributedError(
+            f"XLA's pool has {max(pool_threads(), devices)} threads for {devices} CPU devices, and steps over several"
+            f" processes need {threads_needed(devices)}: call rt.initialize before JAX is used, or set"
+            f" NPROC={threads_needed(devices)} in the environment."
+        )
 
 
 def connect(crossings: Sequence[Crossing]) -> None:

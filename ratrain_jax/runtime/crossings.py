@@ -68,7 +68,7 @@ class Crossing:
         """Connects the processes: moves zeros, and gives what is there once that is done."""
         if not self.between:
             return None
-        return [_crossed(a, b, _zeros(_own(a, b), self._slices)) for a, b in self._pairs]
+        return [crossed(a, b, _zeros(_own(a, b), self._slices)) for a, b in self._pairs]
 
     def _joined(self, parts: Sequence[Bundle]) -> Bundle:
         """Arrays of the target's group from the slices that are here."""
@@ -128,9 +128,9 @@ def _moved(a: Any, b: Any, own: Bundle | None, types: tuple[Any, ...]) -> Bundle
     if is_here(a) and is_here(b):
         return tuple(jax.device_put(own, b))
     if is_here(b):
-        return _crossed(a, b, _zeros(b, types))
+        return crossed(a, b, _zeros(b, types))
     if own is not None:
-        _crossed(a, b, own)
+        crossed(a, b, own)
     return None
 
 
@@ -192,7 +192,7 @@ def _is_key(array: Any) -> bool:
     return compat.is_extended(array.dtype)
 
 
-def _crossed(a: Any, b: Any, own: Bundle) -> Bundle:
+def crossed(a: Any, b: Any, own: Bundle) -> Bundle:
     """Moves a bundle from one device to another, of which one is here; gives what lies on that one then."""
     sharding, call = _pair(a, b)
     lifted = tuple(jax.make_array_from_single_device_arrays(x.shape, sharding, [x]) for x in own)

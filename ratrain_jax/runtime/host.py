@@ -54,6 +54,24 @@ def compiler_options(devices: Sequence[Any]) -> Mapping[str, Any]:
     return {}
 
 
+def pool_threads() -> int:
+    """Threads of the pool in which XLA's CPU client runs what is launched, as far as the environment says."""
+    given = os.environ.get("NPROC", "")
+    return int(given) if given.isdigit() and int(given) > 0 else cores()
+
+
+def threads_needed(devices: int) -> int:
+    """Threads of that pool without which a run of several processes can hang.
+
+    A collective holds a thread of each of its devices here until the other processes have come, and what they wait for must
+    run meanwhile (tried on 1 to 4 devices: 3 threads are enough for 2 devices, and 2 are not).
+
+    Args:
+        devices: of this process.
+    """
+    return 2 * devices + 1
+
+
 def cores() -> int:
     """Cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
