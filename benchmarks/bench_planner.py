@@ -1,4 +1,4 @@
-"""How long planning takes: GPT 175B on 1,024 and 4,096 devices, tracing included, and a large simulation.
+"""How long planning takes: GPT 175B on 1,024 to 100,000 devices, tracing included, and a large simulation.
 
 Run: python benchmarks/bench_planner.py
 
@@ -83,7 +83,7 @@ def main() -> None:
     """Prints the times."""
     tokens = jax.ShapeDtypeStruct((1, SEQUENCE), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
-    for devices in (1024, 4096):
+    for devices in (1024, 4096, 100_000):
         start, cpu = time.perf_counter(), time.process_time()
         state = jax.eval_shape(make_state)
         plan = rt.plan(

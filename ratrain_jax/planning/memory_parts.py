@@ -41,8 +41,12 @@ def _parts(costs: StageCosts, number: int, stage: Stage) -> Iterator[MemoryPart]
     first, end = stage.layers
     c, rows = costs.configuration, costs.table.rows
     devices, every = c.data_parallel, range(first, end)
-    shard = f", 1/{devices} each" if devices > 1 else ""
     alone = devices == 1
+    leaves = [leaf for n in every for leaf in rows[n].parameters]
+    sharded_at_all = any(leaf.shard_bytes(devices) < leaf.bytes for leaf in leaves)
+    shard = (
+        "" if alone else f", 1/{devices} each" if sharded_at_all else f", whole on all {devices}"
+    )
     borrowed_view, borrowed_gradients = costs.borrowed(first, end) if c.zero < 3 else (0, 0)
 
     def each(term: str, of: Callable[[LayerRow], int], note: str = "") -> Iterator[MemoryPart]:

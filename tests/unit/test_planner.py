@@ -511,6 +511,12 @@ def test_groups_that_shard_next_to_nothing_are_said():
     assert "Groups" not in str(told.value)
 
 
+def test_arrays_that_no_axis_divides_are_said_to_be_whole():
+    plan = planned(devices=7, stages=(1,), global_batch=49, rows=(1,))
+    assert "whole on all 7" in plan.explain()
+    assert "1/8 each" in planned(stages=(1,)).explain()
+
+
 def test_mistakes_are_named():
     with pytest.raises(OptionError, match="how many devices"):
         planned(devices=None)
