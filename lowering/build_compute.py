@@ -62,17 +62,27 @@ class ComputeTasks:
 
     def _forward(self, stage: int, i: int) -> None:
         self._forwards[stage] = i + 1
-        for block in self.code.stage_blocks(stage):
+        blocks = self.code.stage_blocks(stage)
+        for block in blocks:
             unit = self.code.forward_unit(block)
             outputs = [self._output(v, stage, i) for v in unit.outputs]
             kept = [self.sheet.values.residuals(n, i) for n in range(*block)]
             if not self.sheet.recovered[block[0]]:
                 self.residuals.update(((n, i), r) for n, r in zip(range(*block), kept, strict=True))
             reads = (*self._entry(unit), *self._inputs(unit.inputs, stage, i))
-            op = Forward(stage, reads, (*outputs, *kept), layers=block, microbatch=i)
+            waits = self._all_views(stage, reads) if i == 0 and block == blocks[0] else ()
+            op = Forward(stage, reads, (*outputs, *kept), (), waits, layers=block, microbatch=i)
             seconds = self.sheet.durations.forward(block)
             self._link(stage, self.sheet.add(op, seconds, (COMPUTE,), self._after(stage)))
             self._send_activations(unit, stage, i)
+
+    def _all_views(self, stage: int, read: tuple[int, ...]) -> tuple[int, ...]:
+        """What a stage's first forward waits for where views are gathered at the start of the step: the last of them."""
+        settings = self.sheet.settings
+        if settings.update_prefetch or not settings.trains:
+            return ()
+        views = [view for (s, _), view in self.sheet.views.items() if s == stage]
+        return tuple(view for view in views if view not in read)
 
     def _output(self, variable: int, stage: int, i: int) -> int:
         value = self.sheet.values.variable(variable, stage, i)

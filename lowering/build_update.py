@@ -94,6 +94,8 @@ class UpdateTasks:
         seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
         chain, held = self._window_of_update(layer) if final else (None, 0)
         rank = (UPDATE, phase, 0 if layer == self._first_updated(stage) else 1, layer)
+        if final and self._between_backwards(stage):
+            rank = (TRANSFER, layer)
         sheet.add(op, seconds, rank, after, opens=chain, held=held)
         if final and sheet.settings.update_prefetch:
             views: dict[tuple[int, int], int] = {}
@@ -125,8 +127,7 @@ class UpdateTasks:
         op = UpdateShard(stage, reads, (*partials, *new), (), layer=layer, phase=update.phase)
         seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
         chain, held = self._window_of_update(layer)
-        # On stage 0 between backwards, for whose gradients nobody waits, so that gathers hide behind them; else in the drain.
-        rank = (UPDATE, phase, 2, layer) if stage else (TRANSFER, layer)
+        rank = (TRANSFER, layer) if self._between_backwards(stage) else (UPDATE, phase, 2, layer)
         sheet.add(op, seconds, rank, opens=chain, held=held)
         views: dict[tuple[int, int], int] = {}
         self.gather(layer, new[0], views, opens=True)
@@ -144,6 +145,13 @@ class UpdateTasks:
         sheet.outputs += kept
         op = Validate(stage, reads, writes, (*own, *early), layer=layer, phase=phase)
         sheet.add(op, 0.0, (GATHER, layer))
+
+    def _between_backwards(self, stage: int) -> bool:
+        """Whether updates go between backwards: on stage 0, for whose gradients nobody waits, so that gathers hide behind them.
+
+        On the others they go in the drain.
+        """
+        return self.sheet.settings.update_prefetch and stage == 0
 
     def _first_updated(self, stage: int) -> int | None:
         """Without prefetch, the layer that is synchronised last: if it goes first, no update overlaps with a sync."""

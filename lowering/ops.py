@@ -50,6 +50,9 @@ class Prologue(Op):
 class Forward(Op):
     """Runs a unit forward for one microbatch; writes boundary values and, unless recovered, residuals.
 
+    A stage's first one waits for all of its views where these are gathered at the start of the step: without
+    `update_prefetch` compute begins behind the last of them.
+
     Attributes:
         layers: the unit.
         microbatch: which one.

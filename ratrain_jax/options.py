@@ -31,7 +31,8 @@ class Window:
     """How far a stage's state tasks may run ahead.
 
     Attributes:
-        layers: layers whose gradient sync, update and prefetch may be in flight at once.
+        layers: layers whose gradient sync, update and prefetch may be in flight at once. With fewer than a stage has, views
+            that are wanted late are gathered ahead of gradients that wait, and less hides behind the next step's forward.
         bytes: bytes of gradient shards and new views that they may hold; None for no bound.
         microbatches: microbatches whose activations may be recovered ahead of their backward.
 
@@ -40,7 +41,7 @@ class Window:
         1
     """
 
-    layers: int = 2
+    layers: int = 8
     bytes: int | None = None
     microbatches: int = 1
 

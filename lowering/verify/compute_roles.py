@@ -136,6 +136,16 @@ class ComputeRoles:
         last = next(u for u in reversed(later) if self.shape.is_last_unit_of_run(u))
         return self.incoming(last, op.stage, op.microbatch)
 
+    def forward_waits(self, op: Forward) -> list[Tag]:
+        """What a Forward waits for: a stage's first one for all of its views, where these are gathered in the same step."""
+        settings = self.program.settings
+        first = op.microbatch == 0 and op.layers == self.shape.blocks[op.stage][0]
+        if settings.update_prefetch or not settings.trains or not first:
+            return []
+        read = self.forward_unit(op.layers).owners
+        owners = [n for n in self.shape.bundles[op.stage] if n not in read]
+        return [("view", n, op.stage, THIS) for n in owners]
+
     def backward_waits(self, op: Backward) -> list[Tag]:
         """What a Backward waits for: with ZeRO-2, the last microbatch's syncs of the layers that it is first to add to."""
         if self.program.settings.zero == 1 or op.microbatch == 0:

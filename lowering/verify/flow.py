@@ -217,8 +217,12 @@ def _check_reads(
     if sorted(op.donates) != sorted(donated):
         named = " ".join(f"%{number}" for number in donated) or "nothing"
         refuse(program, f"{named_op(op)} must donate {named}.", "Correct its donations.", at)
-    if isinstance(op, (Recover, Backward)):
-        _check_waits(program, roles, tags, at, op)
+    if isinstance(op, Forward):
+        _check_waits(program, tags, at, op, roles.compute.forward_waits(op))
+    elif isinstance(op, Recover):
+        _check_waits(program, tags, at, op, roles.compute.recover_waits(op))
+    elif isinstance(op, Backward):
+        _check_waits(program, tags, at, op, roles.compute.backward_waits(op))
 
 
 def _refuse_read(
@@ -246,14 +250,14 @@ def _refuse_read(
 
 
 def _check_waits(
-    program: Program, roles: _Roles, tags: list[Tag | None], at: Place, op: Recover | Backward
+    program: Program, tags: list[Tag | None], at: Place, op: Op, expected: list[Tag]
 ) -> None:
-    if isinstance(op, Recover):
-        expected = roles.compute.recover_waits(op)
-        why = f"with recovery {program.settings.recovery!r}"
-    else:
-        expected = roles.compute.backward_waits(op)
-        why = f"with zero={program.settings.zero}"
+    settings = program.settings
+    why = {
+        Forward: f"with update_prefetch {'on' if settings.update_prefetch else 'off'}",
+        Recover: f"with recovery {settings.recovery!r}",
+        Backward: f"with zero={settings.zero}",
+    }[type(op)]
     found = [tags[number] for number in op.waits]
     if sorted(map(str, found)) == sorted(map(str, expected)):
         return

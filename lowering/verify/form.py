@@ -234,8 +234,8 @@ def _op(program: Program, op: Op, stage: int) -> Iterator[str]:
         not set(op.donates) <= set(op.reads) or len(set(op.donates)) != len(op.donates)
     ):
         yield "donates a value twice, or one that it does not read"
-    if op.waits and not isinstance(op, (Recover, Backward)):
-        yield "waits for a value; only Recover and Backward may"
+    if op.waits and not isinstance(op, (Forward, Recover, Backward)):
+        yield "waits for a value; only Forward, Recover and Backward may"
     check = _ATTRIBUTES.get(type(op))
     if check is not None:
         yield from check(program, op)

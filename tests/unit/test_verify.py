@@ -367,8 +367,24 @@ def test_backward_waits_for_the_last_microbatches_sync():
     assert op.waits
     message = "waits for nothing; with zero=2 it waits for the gradient shard of"
     refused(replaced(program, op, waits=()), message)
-    op = op_of(program, Forward, 0, microbatch=1)
-    refused(replaced(program, op, waits=op.reads[:1]), "only Recover and Backward may")
+    op = op_of(program, GradSync, 0, layer=2, microbatch=1)
+    message = "only Forward, Recover and Backward may"
+    refused(replaced(program, op, waits=op.reads[:1]), message)
+
+
+def test_without_prefetch_a_stages_first_forward_waits_for_its_last_view():
+    program = make_program(schedule="1f1b")
+    for stage in range(program.settings.stages):
+        forwards = [op for op in program.order[stage] if isinstance(op, Forward)]
+        gathers = [op for op in program.order[stage] if isinstance(op, (PrefetchView, Borrow))]
+        views = {v for op in gathers for v in op.writes if program.values[v].stage == stage}
+        assert views == {*forwards[0].waits, *views.intersection(forwards[0].reads)}
+        assert not any(op.waits for op in forwards[1:])
+        message = "waits for nothing; with update_prefetch off it waits for this step's view of"
+        refused(replaced(program, forwards[0], waits=()), message)
+    ahead = make_program()
+    op = op_of(ahead, Forward, 0, microbatch=1)
+    refused(replaced(ahead, op, waits=op.reads[:1]), "with update_prefetch on it waits for nothing")
 
 
 def test_replicated_update_behind_a_reduction_that_its_stage_does_not_get():
