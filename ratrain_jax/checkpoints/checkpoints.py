@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 import warnings
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from ratrain_jax.checkpoints.folder import Folder
-from ratrain_jax.checkpoints.leaves import compare, describe, host_copy, place
-from ratrain_jax.checkpoints.manifest import Leaf, Manifest, check_extras
+from ratrain_jax.checkpoints.leaves import check_alive, describe
+from ratrain_jax.checkpoints.manifest import Manifest, check_extras
 from ratrain_jax.checkpoints.places import abstract_state
-from ratrain_jax.checkpoints.storage import read_arrays, read_manifest, write
+from ratrain_jax.checkpoints.store import Found, Store, listed
+from ratrain_jax.checkpoints.streams import connect
+from ratrain_jax.checkpoints.transfers import host_copies, placed
 from ratrain_jax.errors import CheckpointError, OptionError, RATrainWarning
 from ratrain_jax.runtime.compiled import Compiled
-from ratrain_jax.stacked_leaf import is_stacked_leaf
+from ratrain_jax.runtime.outcomes import together
+from ratrain_jax.runtime.processes import several
 
 
 class Restored(NamedTuple):
@@ -70,17 +72,24 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3) -> None:
         if keep is not None and keep < 1:
             raise OptionError(f"keep={keep} must be at least 1, or None to keep all checkpoints.")
-        self._folder = Folder(folder)
-        self._keep = keep
-        self._damaged: set[int] = set()
-        self._thread = ThreadPoolExecutor(1, "ratrain-checkpoints")
-        self._writing: tuple[int, Future[None]] | None = None
-        self._closed = False
+        self._path = Path(folder)
+        self._store: Store | None = None
+        self._steps: tuple[int, ...] = ()
+        self._is_writing = self._closed = False
+        connect()
+        self._together(lambda: self._open(keep))
+
+    def _open(self, keep: int | None) -> None:
+        if jax.process_index() == 0:
+            self._store = Store(self._path, keep)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps of the checkpoints that are written to their end, ascending; without those found damaged."""
-        return tuple(step for step in self._folder.steps() if step not in self._damaged)
+        """Steps of the checkpoints that are written to their end, ascending; without those found damaged.
+
+        In a run of several processes, as it was at the last `restore`, `save` or `wait`: the same in all.
+        """
+        return self._steps if self._store is None or several() else self._store.steps
 
     def restore(self, like: Any, step: int | None = None) -> Restored:
         """Reads a checkpoint: the newest that is whole. Its files are checked against their digests.
@@ -103,29 +112,27 @@ class Checkpoints:
         self._check_open()
         self.wait()
         like = abstract_state(like) if isinstance(like, Compiled) else like
-        steps = self.steps
-        if step is not None and step not in steps:
-            raise CheckpointError(
-                f"{self._folder.path} has no whole checkpoint of step {step}; whole are: {_listed(steps)}."
-            )
-        faults: list[str] = []
-        for number in (step,) if step is not None else reversed(steps):
-            try:
-                manifest, arrays = self._read(number, like)
-            except _Damaged as error:
-                faults.append(f"{self._folder.at(number)} is damaged: {error}")
-                continue
-            if faults:
-                warnings.warn(
-                    f"{' '.join(faults)} Went back to step {number}.", RATrainWarning, stacklevel=2
-                )
-            self._damaged.update(n for n in steps if step is None and n > number)
-            return Restored(_placed(arrays, manifest, like), manifest.step, manifest.extras)
+        found: Found | None = None
+
+        def read() -> Any:
+            nonlocal found
+            if self._store is None:
+                return None
+            found = self._store.read(step, lambda: describe(like))
+            if found is None:
+                self._check_values(like)
+            return found and [json.dumps(found.manifest.table()), found.faults]
+
+        told = self._together(read, lambda: {"what is restored": (step, _types(like))})
+        if told is None:
+            return Restored(like, 0, {})
+        text, faults = told
+        manifest = Manifest.parse(text)
         if faults:
-            raise CheckpointError(
-                f"{' '.join(faults)} Restore another step, or remove the folder to begin anew."
-            )
-        return self._fresh(like)
+            back = f"Went back to step {manifest.step}."
+            warnings.warn(f"{' '.join(faults)} {back}", RATrainWarning, stacklevel=2)
+        arrays = None if found is None else found.arrays
+        return Restored(placed(arrays, manifest.leaves, like), manifest.step, manifest.extras)
 
     def save(self, step: int, state: Any, extras: Mapping[str, Any] | None = None) -> None:
         """Saves a state. Returns once it is copied to the host; writing goes on beside the next steps.
@@ -145,16 +152,15 @@ class Checkpoints:
         self._check_open()
         self.wait()
         step = operator.index(step)
-        self._check_step(step)
         extras = dict(extras or {})
-        check_extras(extras)
-        leaves = describe(state)
-        given = jax.tree.leaves(state, is_leaf=is_stacked_leaf)
-        arrays = [host_copy(leaf, d.name) for leaf, d in zip(given, leaves, strict=True)]
-        if not any(array.size for array in arrays):
-            raise CheckpointError("the state has no arrays, so there is nothing to save.")
-        manifest = Manifest(step, tuple(leaves), extras)
-        self._writing = (step, self._thread.submit(self._write, manifest, arrays))
+        self._together(
+            lambda: self._check(step, state, extras),
+            lambda: {"the step": step, "the state": _types(state), "the extras": extras},
+        )
+        arrays = host_copies(state)
+        if self._store is not None:
+            self._store.write(Manifest(step, tuple(describe(state)), extras), arrays)
+        self._is_writing = True
 
     def wait(self) -> None:
         """Waits until what was saved is written.
@@ -162,17 +168,13 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written; checkpoints of earlier steps are as they were.
         """
-        writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        step, future = writing
-        try:
-            future.result()
-        except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self._folder.path}: {error}\nThose that are"
-                f" whole: {_listed(self.steps)}."
-            ) from error
+        if self._is_writing:
+            self._is_writing = False
+            self._together(self._wait_here)
+
+    def _wait_here(self) -> None:
+        if self._store is not None:
+            self._store.wait()
 
     def close(self) -> None:
         """Waits until what was saved is written, and lets others use the folder.
@@ -180,14 +182,17 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written.
         """
+        self._close(self.wait)
+
+    def _close(self, wait: Callable[[], None]) -> None:
         if self._closed:
             return
         self._closed = True
         try:
-            self.wait()
+            wait()
         finally:
-            self._thread.shutdown()
-            self._folder.close()
+            if self._store is not None:
+                self._store.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -198,15 +203,16 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
+        if error is None:
             self.close()
+            return
+        try:
+            self._close(self._wait_here)  # what ended this process may not have ended the others
         except CheckpointError as ours:
-            if error is None:
-                raise
             error.add_note(str(ours))  # what ended the run comes first
 
     def __repr__(self) -> str:
-        return f"<Checkpoints in {self._folder.path}: {_listed(self.steps)}>"
+        return f"<Checkpoints in {self._path}: {listed(self.steps)}>"
 
     def _check_open(self) -> None:
         if self._closed:
@@ -214,71 +220,43 @@ class Checkpoints:
                 f"{self!r} is closed. Save and restore before the end of its `with`, or open the folder again."
             )
 
-    def _check_step(self, step: int) -> None:
+    def _together(
+        self, call: Callable[[], Any], same: Callable[[], Mapping[str, Any]] = dict
+    ) -> Any:
+        """Makes a call in every process. What process 0 found is known to all then, and which steps there are."""
+
+        def work() -> Any:
+            found = call()
+            return [found, () if self._store is None else self._store.steps]
+
+        found, steps = together(work, same)
+        self._steps = tuple(steps)
+        return found
+
+    def _check(self, step: int, state: Any, extras: Any) -> None:
+        """Whether all this can be saved."""
         if step < 0:
             raise CheckpointError(f"step {step} must be at least 0.")
         newest = max(self.steps, default=-1)
         if step <= newest:
             raise CheckpointError(
-                f"step {step} is not after step {newest}, the newest checkpoint in {self._folder.path}. Restore that one"
-                " and go on from there, remove the later ones, or use another folder."
+                f"step {step} is not after step {newest}, the newest checkpoint in {self._path}. Restore that one and go"
+                " on from there, remove the later ones, or use another folder."
             )
+        check_extras(extras)
+        leaves = describe(state)
+        check_alive(state, leaves)
+        if all(0 in leaf.shape for leaf in leaves):
+            raise CheckpointError("the state has no arrays, so there is nothing to save.")
 
-    def _write(self, manifest: Manifest, arrays: list[np.ndarray]) -> None:
-        """Writes a checkpoint, then removes the oldest; on a thread of its own."""
-        self._folder.remove(manifest.step)  # a damaged one
-        try:
-            write(self._folder.at(manifest.step), manifest, arrays)
-        except BaseException:
-            self._folder.clear()  # its part of a full disk is needed
-            raise
-        self._damaged.discard(manifest.step)
-        if self._keep is not None:
-            oldest = self.steps[-self._keep :][0]
-            for step in self._folder.steps():
-                if step < oldest:
-                    self._folder.remove(step)
-
-    def _read(self, step: int, like: Any) -> tuple[Manifest, list[np.ndarray]]:
-        path = self._folder.at(step)
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError as error:
-            raise _Damaged(str(error)) from error
-        if manifest.step != step:
-            raise _Damaged(f"its manifest is that of step {manifest.step}.")
-        compare(manifest.leaves, describe(like), str(path))
-        try:
-            return manifest, read_arrays(path, manifest)
-        except CheckpointError as error:
-            raise _Damaged(str(error)) from error
-
-    def _fresh(self, like: Any) -> Restored:
+    def _check_values(self, like: Any) -> None:
+        """Whether a run can begin."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like)):
             raise CheckpointError(
-                f"{self._folder.path} has no checkpoint, and what was given are types alone. Give a state to begin with."
+                f"{self._path} has no checkpoint, and what was given are types alone. Give a state to begin with."
             )
-        return Restored(like, 0, {})
 
 
-class _Damaged(Exception):
-    """A checkpoint cannot be read, or was altered."""
-
-
-def _placed(arrays: list[np.ndarray], manifest: Manifest, like: Any) -> Any:
-    """The state, with its leaves in the order and the places of a like one."""
-    by_path: dict[tuple[str, ...], tuple[np.ndarray, Leaf]] = {
-        leaf.path: (array, leaf) for array, leaf in zip(arrays, manifest.leaves, strict=True)
-    }
-    leaves, tree = jax.tree.flatten(like, is_leaf=is_stacked_leaf)
-    described = describe(like)
-    return tree.unflatten(
-        [place(*by_path[d.path], leaf) for d, leaf in zip(described, leaves, strict=True)]
-    )
-
-
-def _listed(steps: tuple[int, ...]) -> str:
-    if not steps:
-        return "none"
-    shown = ", ".join(map(str, steps[-5:]))
-    return f"step {shown}" if len(steps) == 1 else f"steps {'…, ' if steps[5:] else ''}{shown}"
+def _types(state: Any) -> list[tuple[Any, ...]]:
+    """What must be the same in every process."""
+    return [(leaf.path, leaf.type) for leaf in describe(state)]

@@ -52,27 +52,31 @@ def _described(path: tuple[str, ...], leaf: Any) -> Leaf:
     return Leaf(path, np.shape(leaf), str(dtype), weak)
 
 
-def host_copy(leaf: Any, name: str) -> np.ndarray:
-    """A copy of a leaf on the host, whole; random keys as their data.
+def check_alive(state: Any, leaves: Sequence[Leaf]) -> None:
+    """Checks that no leaf was used up.
+
+    Args:
+        state: any.
+        leaves: what `describe` says of it.
 
     Raises:
-        CheckpointError: the leaf was used up, or parts of it are on devices of other processes.
+        CheckpointError: one was.
     """
-    if isinstance(leaf, StackedLeaf):
-        return np.stack([host_copy(part, name) for part in leaf.slices])
+    found = jax.tree.leaves(state, is_leaf=is_stacked_leaf)
+    for leaf, described in zip(found, leaves, strict=True):
+        if isinstance(leaf, (jax.Array, StackedLeaf)) and leaf.is_deleted():
+            raise CheckpointError(
+                f"{described.name} was used up by a later step; save a state before the step that takes it, or keep states"
+                " with donate_state=False."
+            )
+
+
+def host_copy(leaf: Any) -> np.ndarray:
+    """A copy of an array on the host, whole; random keys as their data."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return np.array(leaf)
     if not isinstance(leaf, jax.Array):
         return np.array(leaf, jax.typeof(leaf).dtype)
-    if leaf.is_deleted():
-        raise CheckpointError(
-            f"{name} was used up by a later step; save a state before the step that takes it, or keep states with"
-            " donate_state=False."
-        )
-    if not leaf.is_fully_addressable:
-        raise CheckpointError(
-            f"{name} lies on devices of several processes; only one is supported."
-        )
     if compat.is_extended(leaf.dtype):
         leaf = jax.random.key_data(leaf)
     whole = np.empty(leaf.shape, leaf.dtype)
@@ -121,13 +125,10 @@ def place(array: np.ndarray, leaf: Leaf, like: Any) -> Any:
     """A leaf as it was saved, where a like one lies or is to lie.
 
     Args:
-        array: what was saved, whole.
+        array: what was saved, whole; of a stacked leaf, a layer of it.
         leaf: what is said of it.
-        like: an array, a type with or without a sharding, a stacked leaf of such, or a Python number.
+        like: an array, a type with or without a sharding, or a Python number.
     """
-    if isinstance(like, StackedLeaf):
-        parts = enumerate(like.slices)
-        return StackedLeaf([place(array[n, ...], leaf, part) for n, part in parts])
     if isinstance(like, (np.ndarray, np.generic)):
         return array
     sharding = _sharding(like)

@@ -10,6 +10,7 @@ from ratrain_jax.errors import CheckpointError
 from ratrain_jax.lowering.stacks import flat_parts
 from ratrain_jax.runtime.compiled import Compiled
 from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.processes import several
 from ratrain_jax.runtime.state import leaf_places
 from ratrain_jax.stacked_leaf import StackedLeaf
 
@@ -33,14 +34,19 @@ def abstract_state(compiled: Compiled) -> Any:
     ]
     stacked = lowered.options.state_layout == "stacked"
     places = leaf_places(code)
+    # Leaves of no layer each process is handed for itself.
+    own = set(code.update.replicated) if several() else set()
 
     def sharded(part: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         if isinstance(part, tuple) and not stacked:
             return StackedLeaf([sharded(inner, shape[1:], dtype) for inner in part])
-        place = places[flat_parts(part)[0]]
+        first = flat_parts(part)[0]
+        if first in own:
+            return jax.ShapeDtypeStruct(shape, dtype)
+        place = places[first]
         stage, axis = place.stage, place.axis
         if isinstance(part, tuple):  # put together on stage 0, cut as its layers are
-            layers = len(shape) - len(code.regions.step.invars[flat_parts(part)[0]].aval.shape)
+            layers = len(shape) - len(code.regions.step.invars[first].aval.shape)
             stage, axis = 0, None if axis is None else axis + layers
         sharding = groups[stage].state_sharding(axis)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -20,11 +20,20 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 """What is in the names of folders that Orbax is still writing."""
 
 
+_ALONE = ocp.options.MultiprocessingOptions(
+    primary_host=0, active_processes={0}, barrier_sync_key_prefix="ratrain"
+)
+"""Process 0 writes and reads; no other takes part."""
+
+
 class _Handler(ocp.CompositeCheckpointHandler):
     """Orbax's handler of a folder with one item; with a manifest, it writes that too before the folder gets its name."""
 
     def __init__(self, manifest: Manifest | None = None) -> None:
-        super().__init__(state=ocp.PyTreeCheckpointHandler())
+        super().__init__(
+            composite_options=ocp.CompositeOptions(multiprocessing_options=_ALONE),
+            state=ocp.PyTreeCheckpointHandler(multiprocessing_options=_ALONE),
+        )
         self._manifest = manifest
 
     def finalize(self, directory: Any) -> None:
@@ -54,7 +63,7 @@ def write(path: Path, manifest: Manifest, arrays: Sequence[np.ndarray]) -> None:
     pairs = zip(manifest.leaves, arrays, strict=True)
     # Orbax takes no arrays without elements.
     tree = _tree([(leaf, array) for leaf, array in pairs if array.size])
-    with ocp.Checkpointer(_Handler(manifest)) as checkpointer:
+    with ocp.Checkpointer(_Handler(manifest), multiprocessing_options=_ALONE) as checkpointer:
         checkpointer.save(path.resolve(), args=_Args(state=ocp.args.PyTreeSave(tree)))
 
 
@@ -82,7 +91,7 @@ def read_arrays(path: Path, manifest: Manifest) -> list[np.ndarray]:
     args = _tree([(leaf, ocp.RestoreArgs(restore_type=np.ndarray)) for leaf in kept])
     restore = ocp.args.PyTreeRestore(restore_args=args)
     try:
-        with ocp.Checkpointer(_Handler()) as checkpointer:
+        with ocp.Checkpointer(_Handler(), multiprocessing_options=_ALONE) as checkpointer:
             found = checkpointer.restore(path.resolve(), args=_Args(state=restore))
     except MemoryError:
         raise

@@ -20,7 +20,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ratrain_jax as rt
-from ratrain_jax.checkpoints import checkpoints as module
+from ratrain_jax.checkpoints import store as module
 from ratrain_jax.checkpoints.manifest import Manifest
 from ratrain_jax.checkpoints.storage import UNFINISHED
 from ratrain_jax.errors import CheckpointError, OptionError, RATrainWarning
