@@ -186,9 +186,6 @@ class Compiled:
     # State and batch in.
 
     def _enter(self, args: Sequence[Any]) -> tuple[dict[int, Bundle], dict[int, Bundle]]:
-        return in_turn(lambda: self._take_in(args))
-
-    def _take_in(self, args: Sequence[Any]) -> tuple[dict[int, Bundle], dict[int, Bundle]]:
         leaves = check_arguments(self.lowered.signature, args)
         states = self.lowered.signature.states
         read = self.lowered.signature.read
@@ -223,9 +220,6 @@ class Compiled:
     # State and results out.
 
     def _leave(self, tables: Sequence[dict[int, Bundle]]) -> Any:
-        return in_turn(lambda: self._hand_out(tables))
-
-    def _hand_out(self, tables: Sequence[dict[int, Bundle]]) -> Any:
         signature = self.lowered.signature
         made = {v: tables[thread][v] for v, thread in self._plan.results.items()}
         results: dict[int, Any] = {}

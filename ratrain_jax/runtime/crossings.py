@@ -16,11 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ratrain_jax import compat
 from ratrain_jax.runtime.groups import Group
-from ratrain_jax.runtime.packing import packed
+from ratrain_jax.runtime.packing import DEAR, packed
 from ratrain_jax.runtime.processes import is_here, make_global, several
 
 Bundle = tuple[Any, ...]
 AXIS = "pair"
+
+_DEAR = jax.ShapeDtypeStruct((DEAR,), np.dtype(np.int32))
+"""What XLA must add up beside a move so as not to wait for it in the launching thread."""
 
 
 class Crossing:
@@ -169,14 +172,15 @@ def _pair(a: Any, b: Any) -> tuple[NamedSharding, Any]:
     # Said to be the same on both, so that each gives and gets arrays of the very shape; they are not the same.
     spec = PartitionSpec()
 
-    def move(bundle: Bundle) -> Bundle:
+    def move(dear: Any, bundle: Bundle) -> tuple[Any, Bundle]:
         keys = {n: jax.random.key_impl(x) for n, x in enumerate(bundle) if _is_key(x)}
         data = [jax.random.key_data(x) if n in keys else x for n, x in enumerate(bundle)]
         moved = packed(lambda x: jax.lax.ppermute(x, AXIS, [(0, 1)]), data)
-        return tuple(
+        made = tuple(
             jax.random.wrap_key_data(x, impl=keys[n]) if n in keys else x
             for n, x in enumerate(moved)
         )
+        return dear + 1, made
 
     mapped = jax.shard_map(
         move,
@@ -195,5 +199,9 @@ def _is_key(array: Any) -> bool:
 def crossed(a: Any, b: Any, own: Bundle) -> Bundle:
     """Moves a bundle from one device to another, of which one is here; gives what lies on that one then."""
     sharding, call = _pair(a, b)
-    lifted = tuple(jax.make_array_from_single_device_arrays(x.shape, sharding, [x]) for x in own)
-    return tuple(x.addressable_shards[0].data for x in call(lifted))
+    dear, *lifted = (
+        jax.make_array_from_single_device_arrays(x.shape, sharding, [x])
+        for x in (*_zeros(_own(a, b), (_DEAR,)), *own)
+    )
+    _, moved = call(dear, tuple(lifted))
+    return tuple(x.addressable_shards[0].data for x in moved)

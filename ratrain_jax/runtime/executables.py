@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ratrain_jax.runtime.groups import Group
-from ratrain_jax.runtime.launches import TURN_TYPE, with_token, with_turn
+from ratrain_jax.runtime.launches import turn_type, with_token, with_turn
 from ratrain_jax.runtime.recipes import Recipe
 from ratrain_jax.runtime.workers import Task, Workers
 
@@ -59,7 +59,7 @@ class Library:
 def _compile(group: Group, recipe: Recipe) -> Any:
     function, types, donate = recipe.function, recipe.types, recipe.donate
     if chained(group, recipe):
-        function, types = with_turn(function), (TURN_TYPE, *types)
+        function, types = with_turn(function), (turn_type(group), *types)
         donate = tuple(1 + number for number in donate)
     elif group.size > 1:
         function = with_token(function)

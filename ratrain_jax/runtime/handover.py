@@ -21,6 +21,7 @@ from ratrain_jax.runtime.processes import elsewhere, make_global
 from ratrain_jax.runtime.shared import Shared
 from ratrain_jax.runtime.stacks import Stacks
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places
+from ratrain_jax.runtime.turns import in_turn
 from ratrain_jax.tracing import Signature
 
 Move = Callable[[Bundle | None], Bundle | None]
@@ -98,7 +99,33 @@ class Handover:
         Returns:
             The values of the program's inputs that are here, by number.
         """
-        state = self._shared.enter(self._stacks.enter(given))
+        stacked = self._stacks.enter(given)
+        state = self._shared.enter(stacked)
+        if self._comes_back(state):
+            return self._taken_in(state)
+        return in_turn(lambda: self._taken_in(state))
+
+    def _comes_back(self, state: Sequence[Any]) -> bool:
+        """Whether a state is the one handed out, with all that was made ahead: no other process is asked for anything."""
+        if not (self._trains and self._donate):
+            return False
+        update = self._code.update
+        if not all(self._own.holds(n, state[n]) for n in self._places):
+            return False
+        for value in self._inputs:
+            if value.kind is Kind.VIEW:
+                known = self._views.get((value.stage, value.layer or 0), ((), None))
+                leaves = update.layers[value.layer or 0].parameters
+            elif value.kind is Kind.REPLICATED and value.stage:
+                known = self._replicas.get(value.stage, ((), None))
+                leaves = update.replicated
+            else:
+                continue
+            if not _are(known[0], [state[n] for n in leaves]):
+                return False
+        return True
+
+    def _taken_in(self, state: Sequence[Any]) -> dict[int, Bundle]:
         entered = self._enter_leaves(state)
         self._stacks.use_up()
         self._shared.use_up()

@@ -10,6 +10,8 @@ So every program of a group of several devices gives one number more, which exis
 
 * its **token**: a launch first waits, in the launching thread, for the token of the launch `UNDER_WAY` before it;
 * of a collective, its **turn**, which the group's next collective takes: a device then waits in one collective at a time.
+
+Between processes a turn is a vector, so that no collective is cheap (see `ratrain_jax.runtime.packing.DEAR`).
 """
 
 from __future__ import annotations
@@ -24,11 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ratrain_jax.runtime.groups import Group
+from ratrain_jax.runtime.packing import DEAR
 
 UNDER_WAY = 16
 """Launches of a group under way at most; half of what XLA admits, as its reshapes and the user's programs come on top."""
-
-TURN_TYPE = jax.ShapeDtypeStruct((), jnp.int32)
 
 _turns: dict[tuple[int, ...], Any] = {}
 _tokens: collections.defaultdict[tuple[int, ...], collections.deque[Any]] = collections.defaultdict(
@@ -36,6 +37,11 @@ _tokens: collections.defaultdict[tuple[int, ...], collections.deque[Any]] = coll
 )
 _lock = threading.Lock()
 _last = threading.local()
+
+
+def turn_type(group: Group) -> jax.ShapeDtypeStruct:
+    """The type of a group's turns on each of its devices."""
+    return jax.ShapeDtypeStruct(() if group.is_whole else (DEAR,), jnp.int32)
 
 
 def with_turn(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +82,7 @@ def launcher(group: Group, call: Callable[..., Any], chained: bool) -> Callable[
         _wait(key)
         turn = _turns.get(key)
         if turn is None or (turn.is_ready() and not _succeeded(turn)):
-            turn = group.put_whole(np.int32(0))
+            turn = group.put_whole(np.zeros(turn_type(group).shape, np.int32))
         _turns[key], made = call(turn, *args)
         _remember(key, _turns[key])
         return made

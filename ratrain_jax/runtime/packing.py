@@ -1,4 +1,7 @@
-"""Sends many small arrays as one: between processes each message costs as much as thousands of bytes do."""
+"""How programs between processes are built: small arrays are sent as one, and nothing waits in the launching thread.
+
+Each message costs as much as thousands of bytes do.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,13 @@ import jax.numpy as jnp
 
 SMALL = 1 << 16
 """Bytes of an array that is sent by itself."""
+
+DEAR = 1024
+"""Operations that XLA's CPU client does not run in the launching thread.
+
+What it takes for cheap, less than 1,000 of them, it runs there if it can, and with it, between processes, the wait for the
+others; a collective counts as none. So beside each a vector of as many numbers is added to.
+"""
 
 
 def packed(send: Callable[[Any], Any], arrays: Sequence[Any]) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from ratrain_jax.runtime.processes import (
     several,
     spread,
 )
+from ratrain_jax.runtime.turns import in_turn
 
 
 def agree_on_globals(leaves: Sequence[Any]) -> None:
@@ -33,7 +34,8 @@ def agree_on_globals(leaves: Sequence[Any]) -> None:
     """
     if not several() or not leaves:
         return
-    seen = exchange(np.array([is_global(leaf) for leaf in leaves]))
+    mine = np.array([is_global(leaf) for leaf in leaves])
+    seen = in_turn(lambda: exchange(mine))
     for leaf, anywhere in zip(leaves, seen.T.tolist(), strict=True):
         if any(anywhere):
             make_global(leaf)
@@ -88,8 +90,10 @@ def whole(leaf: Any) -> Any:
 
     All processes must take part, in the same order of leaves.
     """
-    if compat.is_extended(leaf.dtype):
-        return _whole_keys(leaf)
+    return in_turn(lambda: _whole_keys(leaf) if compat.is_extended(leaf.dtype) else _whole(leaf))
+
+
+def _whole(leaf: Any) -> np.ndarray:
     found = np.empty(leaf.shape, leaf.dtype)
     shape = leaf.sharding.shard_shape(leaf.shape)
     parts = {shard.device: shard.data for shard in leaf.addressable_shards}

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ratrain_jax.runtime.packing import packed
+from ratrain_jax.runtime.packing import DEAR, packed
 
 AXIS = "process"
 
@@ -60,8 +60,8 @@ def _gathering(chosen: int | None) -> Any:
         every = jax.lax.all_gather(array, AXIS)
         return every if chosen is None else every[chosen]
 
-    def gather(arrays: Sequence[Any]) -> Any:
-        return packed(send, arrays)
+    def gather(dear: Any, arrays: Sequence[Any]) -> Any:
+        return dear + 1, packed(send, arrays)
 
     mapped = jax.shard_map(
         gather,
@@ -83,6 +83,17 @@ def _lowered(array: Any) -> Any:
     return array.addressable_shards[0].data
 
 
+@functools.cache
+def _dear() -> Any:
+    """What XLA must add up beside a gather so as not to wait for it in the launching thread."""
+    return _lifted(np.zeros(DEAR, np.int32))
+
+
+def _gathered(chosen: int | None, arrays: Sequence[Any]) -> Sequence[Any]:
+    _, made = _gathering(chosen)(_dear(), tuple(map(_lifted, arrays)))
+    return [_lowered(array) for array in made]
+
+
 def spread(arrays: Sequence[Any], owner: int) -> tuple[Any, ...]:
     """Gives what one process has to all; does not wait for it.
 
@@ -99,8 +110,8 @@ def spread(arrays: Sequence[Any], owner: int) -> tuple[Any, ...]:
         np.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a for a in arrays
     ]
     full = [n for n, array in enumerate(given) if array.size]
-    made = _gathering(owner)(tuple(_lifted(given[n]) for n in full)) if full else ()
-    found = dict(zip(full, map(_lowered, made), strict=True))
+    made = _gathered(owner, [given[n] for n in full]) if full else ()
+    found = dict(zip(full, made, strict=True))
     return tuple(found.get(n, jax.numpy.asarray(array)) for n, array in enumerate(given))
 
 
@@ -115,7 +126,7 @@ def exchange(array: np.ndarray) -> np.ndarray:
     """
     if not several():
         return array[None]
-    return np.asarray(_lowered(_gathering(None)((_lifted(array),))[0]))
+    return np.asarray(_gathered(None, [array])[0])
 
 
 def exchange_text(text: str) -> list[str]:

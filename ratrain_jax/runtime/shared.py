@@ -16,6 +16,7 @@ import jax
 from ratrain_jax import compat
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.processes import several, spread
+from ratrain_jax.runtime.turns import in_turn
 
 
 class Shared:
@@ -74,9 +75,11 @@ def everywhere(arrays: Sequence[Any], home: Group) -> list[Any]:
     """Host-local copies, in every process, of arrays that each device of a group has whole; does not wait for them."""
     if not several():
         return list(arrays)
+    if len({device.process_index for device in home.devices}) == jax.process_count():
+        return [array.addressable_shards[0].data for array in arrays]
     owner = home.devices[0]
     given = [_data(array, owner) for array in arrays]
-    copies = spread(given, owner.process_index)
+    copies = in_turn(lambda: spread(given, owner.process_index))
     return [_like(copy, array.dtype) for copy, array in zip(copies, arrays, strict=True)]
 
 

@@ -22,6 +22,7 @@ from ratrain_jax.runtime.crossings import relocated
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.placing import agree_on_globals, whole
 from ratrain_jax.runtime.processes import elsewhere, is_global, make_global
+from ratrain_jax.runtime.turns import in_turn
 from ratrain_jax.stacked_leaf import StackedLeaf
 
 
@@ -108,7 +109,8 @@ class Stacks:
         if not leaves:
             return ()
         arrays, tree = jax.tree.flatten(tuple(leaves))
-        moved = relocated(arrays, [self._sharding(self._spec(array)) for array in arrays])
+        targets = [self._sharding(self._spec(array)) for array in arrays]
+        moved = in_turn(lambda: relocated(arrays, targets))
         shardings = [
             self._sharding(
                 PartitionSpec(*[None] * _depth(layers), *self._spec(jax.tree.leaves(layers)[0]))
