@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ratrain_jax import compat
 from ratrain_jax.errors import LayoutError
-from ratrain_jax.lowering.collectives import in_rank_order
+from ratrain_jax.lowering.collectives import between_processes
 from ratrain_jax.lowering.unsharded import AXIS as AXIS
 from ratrain_jax.runtime.host import compiler_options
 from ratrain_jax.runtime.processes import host_mates, is_here, several
@@ -94,7 +94,7 @@ class Group:
         else:
             # Among several processes `pmap` takes arrays by another rule; what it makes of a function is the same.
             jitted = jax.jit(self._mapped(function), donate_argnums=tuple(donate))
-        with contextlib.nullcontext() if self.is_whole else in_rank_order():
+        with contextlib.nullcontext() if self.is_whole else between_processes():
             lowered = jitted.lower(*types)
         return lowered.compile(compiler_options=dict(self.options))
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.code import StepCode
-from ratrain_jax.lowering.collectives import all_sum, sum_scatter
+from ratrain_jax.lowering.collectives import gathered, sums_scattered
 from ratrain_jax.lowering.graph import as_function, fingerprint
 from ratrain_jax.lowering.program import (
     ArrayType,
@@ -197,12 +197,8 @@ class Recipes:
         if op.microbatch is not None:
 
             def accumulate(whole: Bundle, before: Bundle) -> tuple[Bundle, ...]:
-                return (
-                    tuple(
-                        b + self._scatter(w, axis)
-                        for w, b, axis in zip(whole, before, axes, strict=True)
-                    ),
-                )
+                sums = self._scatter(whole, axes)
+                return (tuple(b + part for b, part in zip(before, sums, strict=True)),)
 
             key = ("accumulate", axes, shapes(types))
             donate = (1,) if code.data_parallel > 1 else self._donated(op, 0)[-1:]
@@ -220,20 +216,16 @@ class Recipes:
             for share, where in zip(shares, places, strict=True):
                 for place, array in zip(where, share, strict=True):
                     total[place] = total[place] + array
-            if scatter:
-                total = [self._scatter(t, axis) for t, axis in zip(total, axes, strict=True)]
-            return (tuple(total),)
+            return (self._scatter(total, axes) if scatter else tuple(total),)
 
         donate = (0,) if not scatter or code.data_parallel == 1 else ()
         key = ("sync", scatter, places, axes, shapes(types))
         return Recipe(key, sync, types, donate, collective=scatter)
 
-    def _scatter(self, array: Any, axis: int | None) -> Any:
+    def _scatter(self, arrays: Sequence[Any], axes: Sequence[int | None]) -> Bundle:
         if self.code.data_parallel == 1:
-            return array
-        if axis is None:
-            return all_sum(array, AXIS)
-        return sum_scatter(array, AXIS, axis)
+            return tuple(arrays)
+        return sums_scattered(arrays, axes, AXIS)
 
     def _axes(self, layer: int, params: Sequence[int]) -> tuple[int | None, ...]:
         return tuple(self.code.axis(self.code.master[p].shape) for p in params)
@@ -263,18 +255,15 @@ class Recipes:
             for j in moved
         )
 
+        talks = any(axes[j] is not None for j in moved)
+
         def function(shards: Bundle) -> Bundle:
-            out = []
-            for shard, j in zip(shards, moved, strict=True):
-                cast = shard.astype(dtypes[j])
-                axis = axes[j]
-                if axis is not None:
-                    cast = jax.lax.all_gather(cast, AXIS, axis=axis, tiled=True)
-                out.append(cast)
-            return tuple(out)
+            cast = [s.astype(dtypes[j]) for s, j in zip(shards, moved, strict=True)]
+            if not talks:
+                return tuple(cast)
+            return gathered(cast, [axes[j] for j in moved], AXIS)
 
         key = ("gather", tuple(axes[j] for j in moved), tuple(map(str, dtypes)), shapes(types))
-        talks = any(axes[j] is not None for j in moved)
         return Recipe(key, function, (types,), collective=talks), in_place
 
     def update(self, op: UpdateShard) -> Recipe:
