@@ -8,7 +8,7 @@ it within seconds).
 
 So every program of a group of several devices gives one number more, which exists once the program is over:
 
-* its **token**: a launch first waits, in the launching thread, for the token of the launch `UNDER_WAY` before it;
+* its **token**: a launch first waits, in the launching thread, for the token of this thread's launch `UNDER_WAY` before it;
 * of a collective, its **turn**, which the group's next collective takes: a device then waits in one collective at a time.
 
 Between processes a turn is a vector, so that no collective is cheap (see `ratrain_jax.runtime.packing.DEAR`).
@@ -28,13 +28,18 @@ import numpy as np
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.packing import DEAR
 
-UNDER_WAY = 16
-"""Launches of a group under way at most; half of what XLA admits, as its reshapes and the user's programs come on top."""
+UNDER_WAY = 12
+"""Launches of a group under way at most, of each of the two launching threads.
+
+Of the 32 that XLA admits some are left for reshapes and the user's programs. Each thread counts its own: the link thread has
+several launches for each of the other's, and would wait for compute that nothing it launches depends on.
+"""
 
 _turns: dict[tuple[int, ...], Any] = {}
-_tokens: collections.defaultdict[tuple[int, ...], collections.deque[Any]] = collections.defaultdict(
-    collections.deque
+_tokens: collections.defaultdict[tuple[tuple[int, ...], str], collections.deque[Any]] = (
+    collections.defaultdict(collections.deque)
 )
+"""By group and the launching thread's name: all link threads have one."""
 _lock = threading.Lock()
 _last = threading.local()
 
@@ -92,7 +97,7 @@ def launcher(group: Group, call: Callable[..., Any], chained: bool) -> Callable[
 
 def _wait(key: tuple[int, ...]) -> None:
     with _lock:
-        tokens = _tokens[key]
+        tokens = _tokens[key, threading.current_thread().name]
         oldest = tokens.popleft() if len(tokens) >= UNDER_WAY else None
     if oldest is not None:
         _succeeded(oldest)
@@ -110,7 +115,7 @@ def _succeeded(token: Any) -> bool:
 def _remember(key: tuple[int, ...], token: Any) -> None:
     _last.token = token
     with _lock:
-        _tokens[key].append(token)
+        _tokens[key, threading.current_thread().name].append(token)
 
 
 def last_token() -> Any:
@@ -123,9 +128,12 @@ def settle(groups: Sequence[Group]) -> None:
     """Waits for launches on other groups that share devices with these: they are bounded and in turn by themselves."""
     own = {_key(group) for group in groups}
     devices = set().union(*own)
-    for key in [k for k in _tokens if k not in own and devices & set(k)]:
-        for token in _tokens.pop(key):
-            _succeeded(token)
+    with _lock:
+        others = [k for k in _tokens if k[0] not in own and devices & set(k[0])]
+        tokens = [token for k in others for token in _tokens.pop(k)]
+    for token in tokens:
+        _succeeded(token)
+    for key, _ in others:
         _turns.pop(key, None)
 
 

@@ -16,7 +16,7 @@ COLLECTIVES = """
 import threading
 import jax, numpy as np
 from ratrain_jax.runtime.groups import Group
-from ratrain_jax.runtime.launches import TURN_TYPE, launcher, with_turn
+from ratrain_jax.runtime.launches import launcher, turn_type, with_turn
 
 def work(x):
     x = jax.lax.fori_loop(0, 200, lambda _, a: jax.numpy.tanh(a @ a * 1e-3), x)
@@ -25,7 +25,7 @@ def work(x):
 def launch(group):
     types = jax.tree.map(
         lambda t: group.local_type(t.shape, t.dtype),
-        (TURN_TYPE, jax.ShapeDtypeStruct((64, 64), np.float32)),
+        (turn_type(group), jax.ShapeDtypeStruct((64, 64), np.float32)),
     )
     call = launcher(group, group.compile(with_turn(work), types, ()), True)
     x = group.put_whole(np.ones((64, 64), np.float32))
