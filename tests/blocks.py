@@ -96,12 +96,12 @@ def page_blocks(path: Path) -> Iterator[tuple[Path, Block]]:
             if block.language == "python":
                 yield name, block
     for block in read_blocks(text):
-        if block.language == "python" or (block.language == "console" and _is_ours(block)):
+        if block.run and (block.language == "python" or _is_ours(block)):
             yield path, block
 
 
 def _is_ours(block: Block) -> bool:
-    return block.run and {words[0] for words in commands(block)} == {"ratrain"}
+    return block.language == "console" and {words[0] for words in commands(block)} == {"ratrain"}
 
 
 def run_python(block: Block, path: Path, names: dict) -> None:
