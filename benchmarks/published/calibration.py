@@ -101,7 +101,7 @@ def path_of(training: Training, machine: Machine, framework: Framework) -> Path:
     found = run(tasks)
     causes = Causes(tasks, found, prefer=lambda number: number not in known)
     chain = causes.chain(int(np.argmax(found.end)))
-    return collections.Counter(known.get(number, ("S", 0)) for number in chain)
+    return collections.Counter(known.get(number, ("S", 0)) for number, _ in chain)
 
 
 def along(path: Path, training: Training, machine: Machine, framework: Framework) -> float:

@@ -127,11 +127,11 @@ def _gap(
     for cause in causes.chain(number):
         if until <= since:
             break
-        if cause == number:
+        if cause == (number, 0):
             continue
-        begun = max(float(run.start[cause]), since)
+        begun = max(causes.start(cause), since)
         if begun < until:
-            terms["exposed" if ops[cause].lane == Lane.LINK else "bubble"] += until - begun
+            terms["exposed" if ops[cause[0]].lane == Lane.LINK else "bubble"] += until - begun
             until = begun
     terms["bubble"] += max(until - since, 0.0)
     return terms

@@ -13,7 +13,7 @@ import numpy as np
 from ratrain_jax.kernels import Machine
 from ratrain_jax.simulation.contention import run_contended
 from ratrain_jax.simulation.tasks import PORTS, Port, Run, Tasks
-from ratrain_jax.simulation.waiting import CycleError, edges, find_cycle
+from ratrain_jax.simulation.waiting import CycleError, Edges, edges, find_cycle
 
 
 def run(tasks: Tasks, machine: Machine | None = None) -> Run:
@@ -38,12 +38,12 @@ def run(tasks: Tasks, machine: Machine | None = None) -> Run:
         >>> run(tasks).end.tolist()
         [1.0, 3.0]
     """
-    if machine is None or _independent(tasks, machine):
-        return _longest_paths(tasks)
+    if machine is None or independent(tasks, machine):
+        return longest_paths(edges(tasks), np.array(tasks.seconds, float))
     return run_contended(tasks, machine)
 
 
-def _independent(tasks: Tasks, machine: Machine) -> bool:
+def independent(tasks: Tasks, machine: Machine) -> bool:
     """Whether no two lanes that are in use keep each other waiting or slow each other down."""
     used = set(itertools.chain.from_iterable(tasks.ports))
     lanes = {Port(port % PORTS).lane for port in used}
@@ -53,14 +53,24 @@ def _independent(tasks: Tasks, machine: Machine) -> bool:
     )
 
 
-def _longest_paths(tasks: Tasks) -> Run:
-    count, waits = len(tasks), edges(tasks)
-    seconds = np.array(tasks.seconds, float)
+def longest_paths(waits: Edges, seconds: np.ndarray, floor: np.ndarray | None = None) -> Run:
+    """Runs tasks that do not slow each other down.
+
+    Args:
+        waits: which task waits for which.
+        seconds: how long each takes.
+        floor: when each may start at the earliest; 0 unless given.
+
+    Raises:
+        CycleError: some tasks wait for each other.
+    """
+    count = len(seconds)
     first = waits.by_source(count)
     degree = np.diff(first)
     lasts = np.where(waits.ended, seconds[waits.source], 0.0)
     waiting = np.bincount(waits.target, minlength=count)
-    start, depth, level = np.zeros(count), np.zeros(count, np.int64), 0
+    start = np.zeros(count) if floor is None else floor.copy()
+    depth, level = np.zeros(count, np.int64), 0
     front = np.flatnonzero(waiting == 0)
     while front.size:
         depth[front] = level

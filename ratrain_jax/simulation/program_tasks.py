@@ -9,7 +9,7 @@ Terms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ratrain_jax.errors import SimulationError
 from ratrain_jax.lowering.mnemonics import op_label
@@ -26,24 +26,19 @@ from ratrain_jax.lowering.program import (
     UpdateShard,
     Value,
 )
+from ratrain_jax.simulation.steady import RepeatedTasks
 from ratrain_jax.simulation.tasks import Hold, Port, Tasks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ProgramTasks:
+class ProgramTasks(RepeatedTasks):
     """The tasks of a program.
 
     Attributes:
-        tasks: the tasks.
         ops: the op of each; those of the entry stand at the end, once more.
-        steps: how many tasks are of this step.
-        entered: the task of each stage's first Forward, in this step and in the next.
     """
 
-    tasks: Tasks
     ops: tuple[Op, ...]
-    steps: int
-    entered: tuple[tuple[int, int], ...]
 
     def __repr__(self) -> str:
         return f"<ProgramTasks: {self.steps} of a step, {len(self.ops) - self.steps} of the next>"
@@ -63,14 +58,14 @@ def program_tasks(program: Program, seconds: Callable[[Op], float]) -> ProgramTa
     built = _Builder(program, seconds)
     built.add_step(ops)
     built.keep_windows()
-    steps = len(built.ops)
+    steps, handed = len(built.ops), tuple(built.handed())
     built.add_step(_entry(ops))
     first = {op.stage: n for n, op in reversed([*enumerate(built.ops[:steps])]) if _enters(op)}
     again = {
         op.stage: n for n, op in reversed([*enumerate(built.ops[steps:], steps)]) if _enters(op)
     }
     entered = tuple((first[stage], again[stage]) for stage in sorted(first))
-    return ProgramTasks(built.tasks, tuple(built.ops), steps, entered)
+    return ProgramTasks(built.tasks, steps, len(built.ops), entered, handed, ops=tuple(built.ops))
 
 
 def _enters(op: Op) -> bool:
@@ -165,14 +160,13 @@ class _Builder:
         self.ops: list[Op] = []
         self.writer: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
+        self.first = 0  # task of the newest step
 
     def add_step(self, ops: Sequence[Op]) -> None:
         """Adds a step, or the beginning of one, behind those that are there."""
-        values = self.program.values
-        handed = {_role(values[v]): self.writer.get(v) for v in self.program.outputs}
-        inputs = {v: handed.get(_role(values[v])) for v in self.program.inputs}
-        self.writer = {v: source for v, source in inputs.items() if source is not None}
+        self.writer = self._handed()
         self.readers = {}
+        self.first = len(self.ops)
         for number, op in enumerate(ops, len(self.ops)):
             self.writer.update(dict.fromkeys(op.writes, number))
         for op in ops:
@@ -189,8 +183,23 @@ class _Builder:
         for value in op.reads:
             self.readers.setdefault(value, []).append(number)
 
+    def handed(self) -> Iterator[tuple[int, int]]:
+        """Of the newest step, the tasks that write what the next one begins with, each with those that read it first."""
+        for value, source in self._handed().items():
+            # Of tasks that hold the same ports, others start behind the first.
+            readers = reversed(self.readers.get(value, ()))
+            firsts = {self.tasks.ports[reader]: reader for reader in readers}
+            yield from ((source, reader) for reader in firsts.values())
+
+    def _handed(self) -> dict[int, int]:
+        """The inputs that the newest step hands to the next, with the tasks that write them."""
+        values = self.program.values
+        handed = {_role(values[v]): self.writer.get(v) for v in self.program.outputs}
+        found = {v: handed.get(_role(values[v])) for v in self.program.inputs}
+        return {v: source for v, source in found.items() if source is not None}
+
     def keep_windows(self) -> None:
-        """A chain of state ops opens only when the window has room: some chains before it must have closed."""
+        """In the newest step, a chain of state ops opens only when the window has room: some before it must have closed."""
         settings = self.program.settings
         if not settings.update_prefetch:
             return
@@ -210,7 +219,7 @@ class _Builder:
         last = self.program.settings.microbatches - 1
         final: dict[int, int] = {}
         closers = []
-        for n, op in enumerate(self.ops):
+        for n, op in enumerate(self.ops[self.first :], self.first):
             if op.stage != stage:
                 continue
             if isinstance(op, GradSync) and self._phase(op.layer) == 0:

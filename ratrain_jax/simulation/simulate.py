@@ -13,9 +13,8 @@ from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.mnemonics import op_label
 from ratrain_jax.lowering.op_costs import OpCoster
 from ratrain_jax.lowering.program import Op, Program
-from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.program_tasks import program_tasks
-from ratrain_jax.simulation.sharing import run_shared
+from ratrain_jax.simulation.steady import settle
 from ratrain_jax.simulation.timeline import Timeline
 from ratrain_jax.simulation.waiting import CycleError
 
@@ -37,6 +36,10 @@ def simulate(
     links of both stages, collectives both directions. The ops of a lane run in the order of the program; an op starts
     when what it reads is there and the state window has room. Data-parallel ranks do the same, so each stage is simulated
     once. Where the machine lets lanes slow each other down, they do.
+
+    The step is one of many: where ops of a step are still under way when the next one begins, and keep it waiting (views
+    that are gathered over a slow link, which later forwards read), more steps are simulated until each is as the one
+    before.
 
     Args:
         program: a lowered step, or its program, whose code must have been lowered in this process.
@@ -81,13 +84,13 @@ def simulate(
     made = program_tasks(simulated, seconds)
     try:
         if profile is None:
-            ran = run(made.tasks, found)
+            ran, carried = settle(made, found)
         else:
             # The threads that launch run ahead, and so keep no op waiting, but they use cores.
             for launching in profile.launches(simulated):
                 made.tasks.add(launching)
-            ran = run_shared(made.tasks, profile.pace(simulated.settings.data_parallel))
-        return Timeline(simulated, found, made, ran)
+            ran, carried = settle(made, found, profile.pace(simulated.settings.data_parallel))
+        return Timeline(simulated, found, made, ran, carried)
     except CycleError as error:
         waits = " -> ".join(
             f"stage {made.ops[n].stage} {op_label(made.ops[n])}" for n in error.cycle

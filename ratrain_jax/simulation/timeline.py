@@ -16,6 +16,7 @@ from ratrain_jax.simulation.breakdown import Breakdown, body_ends, break_down
 from ratrain_jax.simulation.causes import Causes
 from ratrain_jax.simulation.program_tasks import ProgramTasks
 from ratrain_jax.simulation.reliability import Expected, Failures, expected_step
+from ratrain_jax.simulation.steady import Carried
 from ratrain_jax.simulation.tasks import PORTS, Port, Run
 from ratrain_jax.words import counted
 
@@ -72,12 +73,14 @@ class Timeline:
         machine: on what.
         made: its tasks.
         run: when they ran.
+        carried: what they waited for of the step before; None where that is nothing.
     """
 
     program: Program
     machine: Machine
     made: ProgramTasks
     run: Run
+    carried: Carried | None = None
 
     @functools.cached_property
     def events(self) -> tuple[Event, ...]:
@@ -98,8 +101,7 @@ class Timeline:
 
         Later steps take at least the least and at most the greatest of them.
         """
-        start = self.run.start
-        return tuple(float(start[again] - start[first]) for first, again in self.made.entered)
+        return tuple(self.made.periods(self.run).tolist())
 
     @functools.cached_property
     def breakdown(self) -> Breakdown:
@@ -130,14 +132,21 @@ class Timeline:
     def critical_path(self) -> tuple[Event, ...]:
         """The ops of which each starts when the one before ends, up to the next step of the pacing stage, in order.
 
-        To shorten the step one of them must get shorter.
+        To shorten the step one of them must get shorter. The first may be of the step before, where later forwards wait for
+        what is still under way when this one begins; of an op that began earlier there is only the rest.
         """
         first, again = self.made.entered[self.breakdown.stage]
+        begun = float(self.run.start[first])
         path = []
-        for n in self._causes.chain(again):
+        for n, back in self._causes.chain(again):
+            start = self._causes.start((n, back))
             if n < self.made.steps:
-                path.append(self.events[n])
-            if n == first:
+                event = self.events[n]
+                end = start + event.end - event.start
+                if back and end <= begun:
+                    break
+                path.append(Event(event.op, max(start, begun), end) if back else event)
+            if n == first or (back and start <= begun):
                 break
         return tuple(reversed(path))
 
@@ -168,10 +177,14 @@ class Timeline:
 
     @functools.cached_property
     def communication(self) -> tuple[tuple[float, float], ...]:
-        """For each stage, seconds in which its link is busy while its compute lane waits, and while it computes."""
-        found = []
+        """For each stage, seconds in which its link is busy while its compute lane waits, and while it computes.
+
+        That a lane computes for the step before or the next counts as well.
+        """
+        found, period = [], self.step_seconds
         for stage in range(len(self.program.order)):
-            compute = self._spans(stage, Lane.COMPUTE)
+            own = self._spans(stage, Lane.COMPUTE)
+            compute = _union(np.sort(np.concatenate([own - period, own, own + period]), axis=0))
             link = _union(self._spans(stage, Lane.LINK))
             both = _overlap(link, compute)
             total = float((link[:, 1] - link[:, 0]).sum())
@@ -253,7 +266,7 @@ class Timeline:
     def _causes(self) -> Causes:
         # Where an op waited for a transfer and for its own lane alike, the lane would have kept it anyway.
         links = [op.lane == Lane.LINK for op in self.made.ops]
-        return Causes(self.made.tasks, self.run, lambda n: links[n])
+        return Causes(self.made.tasks, self.run, lambda n: links[n], self.carried)
 
     def _spans(self, stage: int, lane: Lane) -> np.ndarray:
         """Starts and ends of the ops of a stage's lane, by start."""

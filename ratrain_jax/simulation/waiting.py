@@ -55,12 +55,22 @@ def _flat(
     return flat, np.repeat(numbers, counts)
 
 
-def _port_neighbours(tasks: Tasks) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of tasks of which one is right behind the other in the queue of a port."""
-    port, task = _flat(tasks.ports)
+def queues(tasks: Tasks, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Ports, ascending, and the tasks that hold each, in the order of its queue: one number each for every hold.
+
+    Args:
+        tasks: the tasks.
+        count: how many of them, from the first on; all unless given.
+    """
+    port, task = _flat(tasks.ports[:count])
     rank = task if tasks.rank is None else tasks.rank[task]
     order = np.lexsort((task, rank, port))
-    port, task = port[order], task[order]
+    return port[order], task[order]
+
+
+def _port_neighbours(tasks: Tasks) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of tasks of which one is right behind the other in the queue of a port."""
+    port, task = queues(tasks)
     same = port[1:] == port[:-1]
     return task[:-1][same], task[1:][same]
 

@@ -1,4 +1,4 @@
-"""Programs simulated: dependence, lanes, the period of repeated steps, the line that adds up, windows, and cycles."""
+"""Programs simulated: dependence, lanes, repeated steps on fast and slow links, the line that adds up, windows, cycles."""
 
 import dataclasses
 import itertools
@@ -26,6 +26,8 @@ from ratrain_jax.lowering.program import (
 )
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.program_tasks import _Builder, merged_order, program_tasks
+from ratrain_jax.simulation.sharing import run_shared
+from ratrain_jax.simulation.steady import chain, settle
 from tests.programs import step_code
 
 MACHINE = load_machine("generic")
@@ -57,33 +59,119 @@ def seconds_of(op):
     )
 
 
-@pytest.mark.parametrize("settings", CASES, ids=str)
-@pytest.mark.parametrize("clip", [False, True])
-def test_repeated_steps_take_as_long_as_the_first(settings, clip):
-    made = program(settings, clip)
-    timeline = rt.simulate(made, MACHINE, seconds=seconds_of)
-    repeated = _Builder(made, seconds_of)
-    firsts = []
-    for _ in range(6):
+SLOW_LINKS = [
+    Settings(1, 2, 1, recovery="none", window_layers=8),
+    Settings(1, 2, 3, recovery="none", zero=2, window_layers=8),
+    Settings(2, 2, 1, recovery="forward", window_layers=8),
+    Settings(2, 2, 4, recovery="none", window_layers=8),
+    Settings(4, 2, 3, recovery="backward", zero=2, window_layers=8),
+    Settings(2, 2, 2, recovery="none", window_layers=2),
+    Settings(2, 2, 2, recovery="none", validation="deferred", window_layers=8),
+]
+
+
+def slow(factor):
+    """Durations with slow links: a layer's state takes about `factor` of its compute for a microbatch."""
+
+    def seconds(op):
+        links = {GradSync: 1.7, PrefetchView: 1.3, SendActivation: 0.2}
+        return factor * links[type(op)] if type(op) in links else seconds_of(op)
+
+    return seconds
+
+
+def periods_of_steps(made, seconds, engine, count):
+    """Seconds from each step to the next, stage by stage, of so many steps that explicitly follow each other."""
+    repeated, ops, firsts = _Builder(made, seconds), merged_order(made), []
+    for _ in range(count):
         firsts.append(len(repeated.ops))
-        repeated.add_step(merged_order(made))
-        if len(firsts) == 1:
-            repeated.keep_windows()
-    found = run(repeated.tasks)
-    starts = [
-        min(
-            found.start[n]
-            for n, op in enumerate(repeated.ops)
-            if n >= first and isinstance(op, Forward) and op.stage == 0
-        )
+        repeated.add_step(ops)
+        repeated.keep_windows()
+    found = engine(repeated.tasks)
+    begun = [
+        [
+            min(
+                found.start[n]
+                for n in range(first, first + len(ops))
+                if isinstance(repeated.ops[n], Forward) and repeated.ops[n].stage == stage
+            )
+            for stage in range(made.settings.stages)
+        ]
         for first in firsts
     ]
-    period = np.diff(starts)[-1]
-    assert np.diff(starts)[-2] == pytest.approx(period)  # all is settled
-    assert min(timeline.periods) <= period * (1 + 1e-9)
-    assert period <= max(timeline.periods) * (1 + 1e-9)
-    assert max(timeline.periods) == pytest.approx(timeline.step_seconds, rel=1e-12)
-    assert max(timeline.periods) < 1.01 * min(timeline.periods)
+    return np.diff(begun, axis=0)
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize("clip", [False, True])
+def test_repeated_steps_take_as_long_as_the_one_that_is_shown(settings, clip):
+    made = program(settings, clip)
+    timeline = rt.simulate(made, MACHINE, seconds=seconds_of)
+    assert timeline.step_seconds == pytest.approx(max(timeline.periods), rel=1e-12)
+    chained = periods_of_steps(made, seconds_of, run, 8)[3:]
+    assert timeline.step_seconds == pytest.approx(chained.mean(), rel=1e-9)
+
+
+@pytest.mark.parametrize("settings", SLOW_LINKS, ids=str)
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("factor", [0.5, 1.5, 5.0])
+def test_the_period_is_that_of_many_steps_also_on_slow_links(settings, clip, factor):
+    made = program(settings, clip)
+    timeline = rt.simulate(made, MACHINE, seconds=slow(factor))
+    chained = periods_of_steps(made, slow(factor), run, 16)[6:]
+    assert timeline.step_seconds == pytest.approx(chained.mean(), rel=1e-6)
+    line = timeline.breakdown
+    terms = (line.ideal, line.bubble, line.exposed, line.recovery, line.tail)
+    assert min(terms) >= 0
+    assert sum(terms) == pytest.approx(timeline.step_seconds, rel=1e-12)
+
+
+CONTENDED = dataclasses.replace(
+    MACHINE, overlaps=(Overlap(("compute", "link"), (1.5, 1.2)), *MACHINE.overlaps[1:])
+)
+
+
+@pytest.mark.parametrize("settings", SLOW_LINKS[:4], ids=str)
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_the_period_is_that_of_many_steps_also_where_lanes_slow_each_other_down(settings, factor):
+    made, seconds = program(settings), slow(factor)
+    pace = [0.0, 1.0, 1.3, 1.9, 2.6, 3.5, 4.2, 5.1, 6.0].__getitem__
+    lanes = settle(program_tasks(made, seconds), CONTENDED), lambda t: run(t, CONTENDED)
+    cores = settle(program_tasks(made, seconds), MACHINE, pace), lambda t: run_shared(t, pace)
+    for (ran, carried), engine in (lanes, cores):
+        chained = periods_of_steps(made, seconds, engine, 12)[6:]
+        found = program_tasks(made, seconds).periods(ran).max()
+        assert found == pytest.approx(chained.mean(), rel=1e-3)
+        assert carried is not None
+
+
+def test_launching_takes_cores_in_every_step():
+    made, seconds = program(SLOW_LINKS[0]), slow(1.5)
+    tasks = program_tasks(made, seconds)
+    tasks.tasks.add(4.0)
+    both = settle(tasks, MACHINE, pace=[0.0, 1.0, 1.5, 2.0, 3.0].__getitem__)[0]
+    without = settle(program_tasks(made, seconds), MACHINE, pace=[0.0, 1.0, 1.5, 2.0].__getitem__)
+    assert tasks.periods(both).max() > tasks.periods(without[0]).max()
+    assert both.end[-1] - both.start[-1] >= 4.0
+    assert len(chain(tasks, 3)) == 3 * (tasks.steps + 1) + tasks.ends - tasks.steps
+
+
+def test_what_later_forwards_wait_for_in_mid_step_is_exposed_communication():
+    made = program(Settings(1, 2, 1, recovery="none", window_layers=8))
+    timeline = rt.simulate(made, MACHINE, seconds=slow(1.5))
+    assert timeline.breakdown.exposed > 0
+    forwards = [e for e in timeline.events if isinstance(e.op, Forward)]
+    waited = [b.start - a.end for a, b in itertools.pairwise(forwards)]
+    assert sum(waited) == pytest.approx(timeline.breakdown.exposed)
+    gathered = {e.op.layer: e for e in timeline.events if isinstance(e.op, PrefetchView)}
+    for event in forwards:
+        # Views are there when the step before has gathered them.
+        there = max(gathered[n].end for n in range(*event.op.layers)) - timeline.step_seconds
+        assert event.start >= there - 1e-9
+    path = timeline.critical_path
+    assert isinstance(path[0].op, (Forward, PrefetchView))
+    lasts = sum(event.end - event.start for event in path)
+    assert lasts == pytest.approx(timeline.step_seconds)
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
@@ -184,11 +272,8 @@ def test_a_window_keeps_later_chains_waiting():
 
 def test_lanes_that_slow_each_other_down_expose_communication():
     made = program(Settings(2, 2, 4, recovery="none", zero=2))
-    contended = dataclasses.replace(
-        MACHINE, overlaps=(Overlap(("compute", "link"), (1.5, 1.5)), *MACHINE.overlaps[1:])
-    )
     free = rt.simulate(made, MACHINE, seconds=seconds_of)
-    slowed = rt.simulate(made, contended, seconds=seconds_of)
+    slowed = rt.simulate(made, CONTENDED, seconds=seconds_of)
     assert slowed.breakdown.ideal == pytest.approx(free.breakdown.ideal)
     assert slowed.breakdown.exposed > free.breakdown.exposed
     assert slowed.step_seconds > free.step_seconds
