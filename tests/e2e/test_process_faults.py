@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.processes import BOUND, end_all, start_run
+from tests.blocks import read_blocks
+from tests.processes import BOUND, ROOT, end_all, start, start_run
 
 HEAD = """
 import sys
@@ -161,3 +162,15 @@ def test_steps_of_several_processes_are_traced_and_profiled_as_one(run):
     assert "profile ()" in said[0]
     for number, text in enumerate(said):
         assert f"census {number} True" in text
+
+
+def test_the_script_of_the_page_says_what_the_page_shows(tmp_path):
+    page = (ROOT / "docs" / "howto" / "several-processes.md").read_text()
+    hello = next(block for block in read_blocks(page) if block.title == "hello.py")
+    shown = next(block for block in read_blocks(page) if "hello.py" in block.code and block.output)
+    (tmp_path / "hello.py").write_text(hello.code)
+    words = shown.code.split()[1:-1]
+    launched = start("-m", "ratrain_jax.cli", *words, tmp_path / "hello.py")
+    said = launched.wait()
+    assert launched.code == 0, said
+    assert set(shown.output.splitlines()) <= set(said.splitlines())
