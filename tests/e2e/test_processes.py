@@ -20,10 +20,10 @@ def results(tmp_path, processes, devices, case):
         "NPROC": THREADS,
     }
     arguments = ("-m", "tests.process_run", json.dumps(case), out)
-    if processes == 1:
-        started = [start(*arguments, **variables)]
-    else:
-        started = start_run(processes, *arguments, **variables)
+    alone = processes == 1
+    started = (
+        [start(*arguments, **variables)] if alone else start_run(processes, *arguments, **variables)
+    )
     try:
         said = [one.wait() for one in started]
     finally:
