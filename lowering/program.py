@@ -342,6 +342,10 @@ class Program:
         s = self.settings
         ops = sum(1 for op in self.ops() if not isinstance(op, Free))
         return (
-            f"<Program {len(self.layers)} layers in {s.stages} stages × {s.data_parallel},"
-            f" {s.microbatches} microbatches, {s.schedule}, zero={s.zero}: {ops} ops>"
+            f"<Program {_counted(len(self.layers), 'layer')} in {_counted(s.stages, 'stage')} × {s.data_parallel},"
+            f" {_counted(s.microbatches, 'microbatch', 'es')}, {s.schedule}, zero={s.zero}: {ops} ops>"
         )
+
+
+def _counted(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{plural if count != 1 else ''}"
