@@ -174,3 +174,24 @@ def test_the_script_of_the_page_says_what_the_page_shows(tmp_path):
     said = launched.wait()
     assert launched.code == 0, said
     assert set(shown.output.splitlines()) <= set(said.splitlines())
+
+
+AHEAD = """
+import pathlib, time
+step, w = make(stages=2, microbatches=4), weights()
+w, metrics = step(w, x)
+first = float(metrics["loss"])
+told = pathlib.Path(sys.argv[1])
+while me == 1 and not told.exists():  # it does not even begin before the other has launched its whole step
+    time.sleep(0.01)
+w, metrics = step(w, x)
+if me == 0:
+    told.touch()
+assert float(metrics["loss"]) < first
+"""
+
+
+def test_a_stage_launches_its_step_without_waiting_for_the_others(run, tmp_path):
+    for one in run(AHEAD.replace("sys.argv[1]", repr(str(tmp_path / "told")))):
+        said = one.wait()
+        assert one.code == 0, said
