@@ -50,9 +50,9 @@ def step_seconds(costs: StageCosts, split: Split) -> StepSeconds:
     built.compute()
     built.finish()
     tasks = built.tasks
-    # State work takes a link in the order in which it would be ready were links free; transfers between stages go before
+    # State work takes a lane in the order in which it would be ready were lanes free; transfers between stages go before
     # what is not under way when they are ready.
-    for holds in (built.collectives, built.transfers):
+    for holds in ({**built.updates, **built.collectives}, built.transfers):
         tasks.rank = run(tasks).rank
         for number, ports in holds.items():
             tasks.ports[number] = ports
@@ -70,6 +70,7 @@ class _Step:
         self.costs, self.split, self.c = costs, split, costs.configuration
         self.tasks = Tasks()
         # By task, the ports that it will hold; which in what order is known only when all would be ready.
+        self.updates: dict[int, tuple[int, ...]] = {}
         self.collectives: dict[int, tuple[int, ...]] = {}
         self.transfers: dict[int, tuple[int, ...]] = {}
         stages = range(self.c.stages)
@@ -207,13 +208,22 @@ class _Step:
         for n in order:
             own = [self.syncs[n]] if n in self.syncs else [self.backwards[s][-1]]
             after = own if self.c.prefetches else all_synced or own
-            updates[n] = self._compute(s, self.costs.state[n].update, [*after, *reduced])
+            updates[n] = self._update(s, n, [*after, *reduced])
             if self.c.prefetches:
                 gathered.update(self._gathers(s, {n: updates[n]}))
         if self.c.prefetches:
             self._keep_window(order, gathered, bool(reduced), updates)
             return gathered
         return self._gathers(s, {n: updates[n] for n in sorted(owners)})
+
+    def _update(self, s: int, n: int, after: list[int]) -> int:
+        """A layer's update: on stage 0, for whose gradients nobody waits, between backwards, elsewhere behind them."""
+        seconds = self.costs.state[n].update
+        if s or not self.c.prefetches:
+            return self._compute(s, seconds, after)
+        number = self.tasks.add_numbered(seconds, (), tuple(after))
+        self.updates[number] = self._computes[s]
+        return number
 
     def _gathers(self, s: int, after: dict[int, int | None]) -> dict[int, int]:
         if self.c.data_parallel == 1:

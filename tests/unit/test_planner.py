@@ -419,6 +419,19 @@ def test_a_gradient_is_handed_on_before_the_last_one_is_synchronised(schedule, b
     assert plan.step_seconds == pytest.approx(seconds, rel=0.015)
 
 
+@pytest.mark.parametrize("bandwidth", [3e10, 6e10])
+def test_updates_go_between_the_backwards_of_the_first_stage(bandwidth):
+    # As in the program. Were they behind them, so would be gathers, and as the window fills, synchronisations.
+    deep = language_model(dataclasses.replace(CONFIG, layers=24), sequence=256, dtype="bfloat16")
+    args, machine = (deep.abstract_state(), deep.abstract_batch(1)), slow_links(bandwidth)
+    space = {"schedules": ("ratrain",), "zeros": (2,), "recoveries": ("none",), "rows": (2,)}
+    plan = rt.plan(
+        deep.step, *args, machine=machine, devices=8, global_batch=16, stages=(2,), **space
+    )
+    seconds = rt.simulate(plan.program, machine).step_seconds
+    assert plan.step_seconds == pytest.approx(seconds, rel=0.04)
+
+
 def test_a_plan_cuts_no_number_short():
     plan = plain_plan()
     first = plan.stages[0]
