@@ -10,4 +10,4 @@ def counted(number: int, word: str) -> str:
     """
     if number == 1:
         return f"1 {word}"
-    return f"{number} {word}{'es' if word.endswith('ch') else 's'}"
+    return f"{number} {word}{'es' if word.endswith(('ch', 'ss')) else 's'}"

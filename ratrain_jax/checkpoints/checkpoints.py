@@ -84,6 +84,11 @@ class Checkpoints:
             self._store = Store(self._path, keep)
 
     @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @property
     def steps(self) -> tuple[int, ...]:
         """Steps of the checkpoints that are written to their end, ascending; without those found damaged.
 
@@ -155,7 +160,7 @@ class Checkpoints:
         extras = dict(extras or {})
         self._together(
             lambda: self._check(step, state, extras),
-            lambda: {"the step": step, "the state": _types(state), "the extras": extras},
+            lambda: {"the step": step, "the state": _types(state), "what the extras hold": extras},
         )
         arrays = host_copies(state)
         if self._store is not None:

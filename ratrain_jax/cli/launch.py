@@ -73,8 +73,9 @@ def launch(
     """Start the processes of a run on this machine.
 
     COMMAND is what stands behind `python`: script.py, or -m and a module, with
-    its arguments. The script calls rt.initialize() first. Each line that a
-    process prints begins with its id; when one fails, the others are ended.
+    its arguments. The script calls rt.initialize() first. Or it is `ratrain
+    train` with its arguments. Each line that a process prints begins with its
+    id; when one fails, the others are ended.
 
     For a run over several machines, start each machine's processes with
     --coordinator, --processes and --process-id.

@@ -17,6 +17,11 @@ def is_quiet() -> bool:
     return bool(click.get_current_context().find_root().meta.get(QUIET))
 
 
+def hush() -> None:
+    """Does from now on as if `--quiet` had been given."""
+    click.get_current_context().find_root().meta[QUIET] = True
+
+
 def progress() -> bool | None:
     """What functions that report progress are told: nothing, or a bar if standard error is a terminal."""
     return False if is_quiet() else None

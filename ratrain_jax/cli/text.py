@@ -43,7 +43,7 @@ def read_tokens(path: str, vocabulary: int) -> tuple[np.ndarray, str]:
 
 
 def passages(
-    tokens: np.ndarray, rows: int, length: int, seed: int
+    tokens: np.ndarray, rows: int, length: int, seed: int, skipped: int = 0
 ) -> Iterator[dict[str, np.ndarray]]:
     """Draws passages without end.
 
@@ -52,6 +52,7 @@ def passages(
         rows: passages of a batch.
         length: tokens of a passage.
         seed: equal seeds give equal batches.
+        skipped: how many batches are left out at the beginning.
 
     Returns:
         Batches of `inputs` and, one token on, `targets`: both (rows, length), int32.
@@ -64,13 +65,15 @@ def passages(
             f"the text has {len(tokens)} tokens, and a passage needs {length + 1}; take a longer text, or a shorter"
             " --sequence."
         )
-    return _drawn(tokens, rows, length, seed)
+    return _drawn(tokens, rows, length, seed, skipped)
 
 
 def _drawn(
-    tokens: np.ndarray, rows: int, length: int, seed: int
+    tokens: np.ndarray, rows: int, length: int, seed: int, skipped: int
 ) -> Iterator[dict[str, np.ndarray]]:
     rng = np.random.default_rng(seed)
+    for _ in range(skipped):
+        rng.integers(0, len(tokens) - length, rows)
     offsets = np.arange(length + 1)
     while True:
         starts = rng.integers(0, len(tokens) - length, rows)

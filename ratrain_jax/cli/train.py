@@ -1,28 +1,22 @@
-"""`ratrain train`.
-
-The run is written as JSON lines while it goes. The first has `format` (`ratrain-run`) and `version` (1), the model, what
-tokens are, and the settings; each of the others a step: `step`, `loss` (null if it is not finite), `seconds` and
-`tokens_per_second` (over the last ten steps, for steps overlap), and `memory`, the most bytes so far of a device, or of
-the process where devices do not tell (`memory_of` of the first line says which).
-"""
+"""`ratrain train`, in one process or in each of several."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
-import json
+import hashlib
 import math
-import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
-from ratrain_jax.cli.devices import ask_for
+from ratrain_jax.cli import runs
+from ratrain_jax.cli.devices import connect, place_options
 from ratrain_jax.cli.options import (
     complete_models,
     microbatch_size_option,
@@ -30,8 +24,10 @@ from ratrain_jax.cli.options import (
     quiet_option,
     settings_options,
 )
-from ratrain_jax.cli.output import is_quiet, note, progress, working
-from ratrain_jax.errors import OptionError
+from ratrain_jax.cli.output import hush, is_quiet, note, progress, working
+from ratrain_jax.cli.runs import Step
+from ratrain_jax.cli.saves import Saves, saves
+from ratrain_jax.distributed.initialize import Place
 
 _LINES, _EVERY = 20, 100
 """Where there is no terminal, about so many steps are told of, and at least each of so many."""
@@ -39,38 +35,6 @@ _LINES, _EVERY = 20, 100
 
 _WINDOW = 10
 """Steps over which speed is measured."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """A step that has run.
-
-    Attributes:
-        step: its number, from 1.
-        loss: of its batch.
-        seconds: of a step, over the last ten.
-        tokens_per_second: likewise.
-        memory: the most bytes so far.
-    """
-
-    step: int
-    loss: float
-    seconds: float
-    tokens_per_second: float
-    memory: int
-
-    def line(self) -> str:
-        """The step as a line of the run's file."""
-        loss = self.loss if math.isfinite(self.loss) else None
-        return json.dumps({**dataclasses.asdict(self), "loss": loss})
-
-    def __str__(self) -> str:
-        from ratrain_jax.lowering.text import readable_bytes
-
-        return (
-            f"step {self.step:6}  loss {self.loss:8.4f}  {self.tokens_per_second:9,.0f} tokens/s"
-            f"  {readable_bytes(self.memory)}"
-        )
 
 
 @click.command(
@@ -112,6 +76,20 @@ class Step:
 @click.option("--seed", default=0, show_default=True, type=int, help="Of parameters and passages.")
 @output_option("Write the run here, as JSON lines; run.jsonl unless given.")
 @click.option("--overwrite", is_flag=True, help="Replace the run's file if it is there.")
+@click.option(
+    "--checkpoints",
+    "folder",
+    type=click.Path(file_okay=False),
+    help="Save the state in this folder, and go on from the newest that is there.",
+)
+@click.option(
+    "--save-every",
+    default=100,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Steps from one checkpoint to the next; the last step is saved too.",
+)
+@place_options
 @quiet_option
 def train(
     text: str,
@@ -125,55 +103,77 @@ def train(
     seed: int,
     output: str | None,
     overwrite: bool,
+    folder: str | None,
+    save_every: int,
+    place: Place,
 ) -> None:
     """Train a language model on a text file.
 
     Tokens are the bytes of TEXT, whatever the model's own tokenizer; where the vocabulary has less than 256 tokens, the
     text's distinct bytes are numbered.
+
+    Under ratrain launch, mpirun or srun, or with --coordinator, --processes and
+    --process-id, this is one process of several. Each reads TEXT; process 0
+    prints and writes.
     """
     import optax
 
     from ratrain_jax.cli.text import passages, read_tokens
-    from ratrain_jax.distributed.initialize import initialize, is_one_of_several
     from ratrain_jax.models import language_model, load_config
     from ratrain_jax.train import train_step
 
-    if is_one_of_several(os.environ):
-        initialize()
-    path = _free(output or "run.jsonl", overwrite)
     config = load_config(model)
-    tokens, words = read_tokens(text, config.vocab)
     optimizer = optax.adamw(learning_rate, b2=0.95, weight_decay=0.1)
     lm = language_model(config, sequence=sequence, optimizer=optimizer, dtype=dtype)
     step = train_step(**settings)(lm.step)
+    connect(place, step.options.stages * step.options.data_parallel)
+    if not _is_first():
+        hush()
+    tokens, words = read_tokens(text, config.vocab)
     rows = step.options.data_parallel * step.options.microbatches * microbatch_size
-    batches = passages(tokens, rows, sequence, seed)
-    compiled = _compiled(step, lm, rows)
-    state = _initial(lm, seed)
-    note(words)
-    chosen = {"text": text, "dtype": dtype, "learning_rate": learning_rate, "seed": seed}
-    meant = {"tokens": words, "tokens_a_step": rows * sequence}
-    head = {"model": dataclasses.asdict(config), **chosen, **meant, **_layout(compiled)}
-    with open(path, "w", encoding="utf-8") as file, _shown(steps) as tell:
-        _write(file, json.dumps({"format": "ratrain-run", "version": 1, **head}))
-        for done in run(compiled, state, batches, steps, rows * sequence):
-            _write(file, done.line())
-            tell(done)
-    note(f"wrote {path}")
+    data = {"seed": seed, "rows": rows, "sequence": sequence, "text": _digest(tokens)}
+    path = output or "run.jsonl"
+    with saves(folder, save_every, steps, data) as saved:
+        _check(path, overwrite, saved, data)
+        passages(tokens, rows, sequence, seed)  # told before the work if the text is too short
+        compiled = _compiled(step, lm, rows)
+        state, start = saved.restore(compiled) if saved.is_begun else (_initial(lm, seed), 0)
+        note(f"{words}; goes on from step {start}" if start else words)
+        batches = passages(tokens, rows, sequence, seed, start)
+        chosen = {"text": text, "dtype": dtype, "learning_rate": learning_rate, "seed": seed}
+        meant = {"tokens": words, "tokens_a_step": rows * sequence}
+        head = {"model": dataclasses.asdict(config), **chosen, **meant, **_layout(compiled)}
+        numbers = range(start + 1, steps + 1)
+        with _told(path, head, 0 if overwrite else start, numbers) as tell:
+            for done in run(compiled, state, batches, numbers, rows * sequence, saved):
+                tell(done)
+    note(f"wrote {path}" if numbers else f"nothing is left of {steps} steps")
 
 
-def _free(path: str, overwrite: bool) -> str:
-    """The path of the run, if it may be written."""
-    if os.path.exists(path) and not overwrite:
-        raise OptionError(
-            f"{path} is there already; name another file with -o, or give --overwrite."
-        )
-    return path
+def _is_first() -> bool:
+    """Whether this process is the one that prints and writes."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def _digest(tokens: Any) -> str:
+    return hashlib.sha256(tokens.tobytes()).hexdigest()
+
+
+def _check(path: str, overwrite: bool, saved: Saves, data: Mapping[str, Any]) -> None:
+    """Whether the run may be written, and all processes take the same batches."""
+    from ratrain_jax.runtime.outcomes import together
+
+    def call() -> None:
+        if _is_first():
+            runs.check(path, overwrite, saved.is_begun)
+
+    together(call, lambda: {"the text, or what is drawn from it,": data})
 
 
 def _compiled(step: Any, lm: Any, rows: int) -> Any:
     """The step for batches of so many rows."""
-    ask_for(step.options.stages * step.options.data_parallel)
     with working("lowering"):
         lowered = step.lower(lm.abstract_state(), lm.abstract_batch(rows))
     return lowered.compile(progress=progress())
@@ -190,7 +190,7 @@ def _layout(compiled: Any) -> dict[str, Any]:
 
 
 def run(
-    compiled: Any, state: Any, batches: Iterator[Any], steps: int, tokens: int
+    compiled: Any, state: Any, batches: Iterator[Any], numbers: range, tokens: int, saved: Saves
 ) -> Iterator[Step]:
     """Takes steps. The loss of each is read when the next is under way, so that no device waits for it.
 
@@ -198,29 +198,40 @@ def run(
         compiled: the compiled step.
         state: the state, which is used up.
         batches: at least as many as steps.
-        steps: how many.
+        numbers: of the steps.
         tokens: tokens of a step.
+        saved: where states are saved.
 
     Yields:
-        Each step, once it has ended.
+        Each step, once it has ended, and before the state behind it is saved.
     """
     ends = collections.deque([time.perf_counter()], maxlen=_WINDOW + 1)
-    waiting: Any = None
-    for number in range(1, steps + 2):
-        ended = waiting
-        if number <= steps:
-            state, waiting = compiled(state, next(batches))
-        if ended is None:
-            continue
-        loss = float(ended["loss"])
-        ends.append(time.perf_counter())
-        taken = (ends[-1] - ends[0]) / (len(ends) - 1)
-        yield Step(number - 1, loss, taken, tokens / taken, memory(compiled.devices)[1])
+    waiting: list[tuple[int, Any]] = []
+
+    def ended() -> Iterator[Step]:
+        while waiting:
+            number, metrics = waiting.pop()
+            loss = float(metrics["loss"])
+            ends.append(time.perf_counter())
+            taken = (ends[-1] - ends[0]) / (len(ends) - 1)
+            yield Step(number, loss, taken, tokens / taken, memory(compiled.devices)[1])
+
+    for number in numbers:
+        state, metrics = compiled(state, next(batches))
+        yield from ended()
+        waiting.append((number, metrics))
+        if saved.is_due(number):
+            yield from ended()
+            saved.save(number, state)
+    yield from ended()
 
 
 def memory(devices: Any) -> tuple[str, int]:
-    """Whose bytes can be told, `device` or `process`, and the most of them so far."""
-    told = [device.memory_stats() or {} for device in devices]
+    """Whose bytes can be told here, `device` or `process`, and the most of them so far."""
+    import jax
+
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    told = [device.memory_stats() or {} for device in here]
     peaks = [stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats]
     if peaks:
         return "device", max(peaks)
@@ -235,13 +246,32 @@ def _initial(lm: Any, seed: int) -> Any:
         return jax.block_until_ready(lm.init(jax.random.key(seed)))
 
 
-def _write(file: TextIO, line: str) -> None:
-    file.write(f"{line}\n")
-    file.flush()
+@contextlib.contextmanager
+def _told(
+    path: str, head: Mapping[str, Any], kept: int, numbers: range
+) -> Iterator[Callable[[Step], None]]:
+    """Where each step is told of: in the run's file and on the terminal, in the process that does so.
+
+    Args:
+        path: the run's file.
+        head: its first line.
+        kept: the last step in it that stays.
+        numbers: of the steps to come.
+    """
+    if not _is_first() or not numbers:
+        yield lambda done: None
+        return
+    with runs.opened(path, head, kept) as file, _shown(numbers) as show:
+
+        def tell(done: Step) -> None:
+            runs.write(file, done)
+            show(done)
+
+        yield tell
 
 
 @contextlib.contextmanager
-def _shown(steps: int) -> Iterator[Callable[[Step], None]]:
+def _shown(numbers: range) -> Iterator[Callable[[Step], None]]:
     """What is told of each step: a bar where standard error is a terminal, else a line now and then."""
     from rich.console import Console
     from rich.progress import (
@@ -256,11 +286,11 @@ def _shown(steps: int) -> Iterator[Callable[[Step], None]]:
 
     console = Console(stderr=True)
     if is_quiet() or not console.is_terminal:
-        every = min(max(steps // _LINES, 1), _EVERY)
+        every = min(max(len(numbers) // _LINES, 1), _EVERY)
 
         def line(done: Step) -> None:
-            told = done.step == 1 or done.step % every == 0
-            if done.step == steps or (told and not is_quiet()):
+            told = done.step == numbers[0] or done.step % every == 0
+            if done.step == numbers[-1] or (told and not is_quiet()):
                 click.echo(str(done))
 
         yield line
@@ -275,7 +305,7 @@ def _shown(steps: int) -> Iterator[Callable[[Step], None]]:
     )
     last: list[Step] = []
     with Progress(*columns, console=console, expand=True, transient=True) as bar:
-        task = bar.add_task("training", total=steps, loss=math.nan, speed=0.0, memory="")
+        task = bar.add_task("training", total=numbers[-1], loss=math.nan, speed=0.0, memory="")
 
         def advance(done: Step) -> None:
             last[:] = [done]

@@ -85,12 +85,16 @@ def command_of(words: Sequence[str]) -> list[str]:
     """The command of one process.
 
     Args:
-        words: `script.py …`, or `-m module …`, as behind `python`.
+        words: `script.py …`, or `-m module …`, as behind `python`; or `ratrain …`, a command of this package.
 
     Examples:
         >>> command_of(["-m", "pkg.main", "--lr", "0.1"])[1:]
         ['-m', 'pkg.main', '--lr', '0.1']
+        >>> command_of(["ratrain", "train", "book.txt"])[1:]
+        ['-m', 'ratrain_jax.cli', 'train', 'book.txt']
     """
+    if words[0] == "ratrain" and not os.path.exists(words[0]):
+        return [sys.executable, "-m", "ratrain_jax.cli", *words[1:]]
     return [sys.executable, *words]
 
 
