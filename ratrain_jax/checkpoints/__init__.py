@@ -6,4 +6,7 @@ Terms.
     shape, whatever devices it lay on, a stacked leaf stacked; so it fits any stages, ranks and ZeRO stage, and plain JAX.
     Its **manifest** lists the leaves, and the files that hold them, each with a digest. A checkpoint is **damaged** if a file
     cannot be read, or has another digest.
+
+In a run of several processes, process 0 alone has the folder (`store`). Leaves come to it, and go out from it, between it and one
+other process at a time (`between`, `streams`), each process with what its own devices hold.
 """

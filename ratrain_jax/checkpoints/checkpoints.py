@@ -46,6 +46,9 @@ class Checkpoints:
     without the layout that they had: it is restored under any stages, ranks and ZeRO stage, or into a plain Flax state.
     Close it, or use `with`: what is still being written when Python ends may not be there.
 
+    In a run of several processes every one makes the same calls; process 0 alone writes and reads the folder, and what
+    goes wrong there is raised in all.
+
     Args:
         folder: made if it is not there. Checkpoints that were not written to their end are removed.
         keep: how many of the newest to keep; None for all. With more than one, a damaged one costs the steps since the
@@ -54,6 +57,7 @@ class Checkpoints:
     Raises:
         CheckpointError: another run holds the folder, or it cannot be written in.
         OptionError: `keep` is less than 1.
+        DistributedError: by any method, if the processes do not make the same calls, or one was lost.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -104,7 +108,8 @@ class Checkpoints:
         Args:
             like: a state of the same model and optimizer, or its types (`jax.eval_shape`), in any layout. Leaves come back
                 as it has them: stacked leaves, numpy arrays, JAX arrays with the shardings that it has. Or a compiled
-                train step: then the leaves come where that step wants them, each device with its own part alone.
+                train step: then the leaves come where that step wants them, each device with its own part alone. In a run
+                of several processes each gets what belongs on its devices, and whole what is on no particular ones.
             step: of which step; the newest unless given.
 
         Returns:
