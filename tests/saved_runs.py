@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import ratrain_jax as rt
+from ratrain_jax.checkpoints import streams
 from tests.models.scanned import init_mlp, mlp_loss, scanned_mlp
 
 WIDTH, ROWS, LAYERS = 8, 8, 4
@@ -97,6 +98,7 @@ def train(folder, options):
     like, pause = options.pop("like", "state"), options.pop("pause", 0)
     if "order" in options:
         options["devices"] = [jax.devices()[n] for n in options.pop("order")]
+    streams.PIECE = options.pop("piece", streams.PIECE)
     stacked = options.get("stacked", False)
     begin = make_state(stacked=stacked)
     step = make_step(**options)
@@ -107,7 +109,10 @@ def train(folder, options):
         wanted, _ = step(begin, make_batch(0))
     with rt.Checkpoints(folder) as checkpoints:
         state, start, extras = checkpoints.restore(wanted)
-        tell(start=start, extras=extras, steps=checkpoints.steps, pid=os.getpid())
+        count = int(
+            state["opt"][0].count
+        )  # which every process can read, whatever it was restored like
+        tell(start=start, count=count, extras=extras, steps=checkpoints.steps, pid=os.getpid())
         with contextlib.nullcontext() if like == "state" else nothing_is_brought():
             for number in range(start, min(start + steps, until)):
                 state, metrics = step(state, make_batch(number))

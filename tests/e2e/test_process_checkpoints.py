@@ -69,7 +69,8 @@ LIVES = [
             "like": "compiled",
         },
     ),
-    (3, {"stages": 3, "microbatches": 2, "like": "made"}),
+    # In pieces that end within leaves.
+    (3, {"stages": 3, "microbatches": 2, "like": "made", "piece": 1000}),
 ]
 
 
@@ -80,6 +81,7 @@ def test_a_run_changes_its_processes_and_goes_on(run, tmp_path):
         at = len(losses)
         assert begin == {
             "start": at,
+            "count": at,
             "extras": {"at": at} if at else {},
             "steps": list(range(max(at - 2, 1), at + 1)),
         }
