@@ -39,9 +39,22 @@ class UpdateTasks:
         return [self.code.stage_of[layer], *self.code.borrowers(layer)]
 
     def gather(
-        self, layer: int, parameters: int, table: dict[tuple[int, int], int], opens: bool
+        self,
+        layer: int,
+        parameters: int,
+        table: dict[tuple[int, int], int],
+        opens: bool,
+        after: tuple[int, ...] = (),
     ) -> None:
-        """Views of a layer from its shards, on its own stage and on the borrowers'."""
+        """Views of a layer from its shards, on its own stage and on the borrowers'.
+
+        Args:
+            layer: the layer.
+            parameters: its shards.
+            table: where to write down the views.
+            opens: whether its chain in the window is closed by it.
+            after: tasks that it stands behind.
+        """
         sheet = self.sheet
         home = self.code.stage_of[layer]
         chain = (home, layer)
@@ -55,7 +68,7 @@ class UpdateTasks:
             else:
                 op = Borrow(home, (parameters,), (view,), layer=layer, target=stage)
                 seconds += sheet.durations.send(sheet.bytes(parameters), stage - home)
-            sheet.add(op, seconds, (GATHER, layer), closes=closes)
+            sheet.add(op, seconds, (GATHER, layer), after, closes=closes)
 
     def chain(self, layer: int) -> tuple[int, int] | None:
         """The layer's chain in its stage's window, where its update follows its sync at once.
@@ -99,7 +112,8 @@ class UpdateTasks:
         sheet.add(op, seconds, rank, after, opens=chain, held=held)
         if final and sheet.settings.update_prefetch:
             views: dict[tuple[int, int], int] = {}
-            self.gather(layer, writes[len(partials)], views, opens=True)
+            behind = self._last_syncs(stage)
+            self.gather(layer, writes[len(partials)], views, opens=True, after=behind)
             sheet.outputs += views.values()
 
     def _shared(self, stage: int, phase: int) -> list[int]:
@@ -130,7 +144,7 @@ class UpdateTasks:
         rank = (TRANSFER, layer) if self._between_backwards(stage) else (UPDATE, phase, 2, layer)
         sheet.add(op, seconds, rank, opens=chain, held=held)
         views: dict[tuple[int, int], int] = {}
-        self.gather(layer, new[0], views, opens=True)
+        self.gather(layer, new[0], views, opens=True, after=self._last_syncs(stage))
         self._early[layer] = (*partials, *new, *views.values())
 
     def _validate(self, layer: int) -> None:
@@ -145,6 +159,16 @@ class UpdateTasks:
         sheet.outputs += kept
         op = Validate(stage, reads, writes, (*own, *early), layer=layer, phase=phase)
         sheet.add(op, 0.0, (GATHER, layer))
+
+    def _last_syncs(self, stage: int) -> tuple[int, ...]:
+        """What the gathers of a lone stage stand behind, where its window has room for all its layers: its syncs.
+
+        Between syncs a gather would keep a gradient waiting, and those that the next step wants first would come last. In a
+        pipeline the first stage's drain leaves them time, and later stages' next forwards come late.
+        """
+        settings = self.sheet.settings
+        roomy = len(self.stateful) <= settings.window_layers and settings.window_bytes is None
+        return tuple(self.syncs[stage]) if settings.stages == 1 and roomy else ()
 
     def _between_backwards(self, stage: int) -> bool:
         """Whether updates go between backwards: on stage 0, for whose gradients nobody waits, so that gathers hide behind them.
