@@ -13,50 +13,56 @@ from flax.training.train_state import TrainState
 
 import ratrain_jax as rt
 
-WIDTH, HEADS, MLP, VOCABULARY, SEQUENCE = 256, 4, 1024, 1024, 256
+WIDTH, HEADS, VOCABULARY, SEQUENCE = 256, 4, 1024, 256
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP."""
 
+    width: int = WIDTH
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Runs the block on (batch, sequence, width)."""
+        width, each = self.width, self.width // HEADS
         h = nn.LayerNorm()(x)
         q, k, v = (
-            nn.DenseGeneral((HEADS, WIDTH // HEADS), use_bias=False, name=name)(h)
+            nn.DenseGeneral((HEADS, each), use_bias=False, name=name)(h)
             for name in ("query", "key", "value")
         )
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(WIDTH // HEADS).astype(np.float32)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(each).astype(np.float32)
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e9))
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-        x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), name="out")(mixed)
-        h = nn.Dense(MLP)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(nn.gelu(h))
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), name="out")(mixed)
+        h = nn.Dense(4 * width)(nn.LayerNorm()(x))
+        return x + nn.Dense(width)(nn.gelu(h))
 
 
 class GPT(nn.Module):
     """Embeddings, blocks, norm, head."""
 
     layers: int
+    width: int = WIDTH
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits of (batch, sequence) tokens."""
-        x = nn.Embed(VOCABULARY, WIDTH, name="tokens")(tokens)
-        x = x + self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], WIDTH))
+        x = nn.Embed(VOCABULARY, self.width, name="tokens")(tokens)
+        x = x + self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], self.width))
         for i in range(self.layers):
-            x = Block(name=f"block_{i}")(x)
+            x = Block(self.width, name=f"block_{i}")(x)
         return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="norm")(x))
 
 
-def make_state(layers: int) -> TrainState:
-    """A fresh state."""
-    model = GPT(layers)
+def make_state(
+    layers: int, width: int = WIDTH, optimizer: optax.GradientTransformation | None = None
+) -> TrainState:
+    """A fresh state; with Adam unless told otherwise."""
+    model = GPT(layers, width)
     tokens = jnp.zeros((1, SEQUENCE), jnp.int32)
     params = model.init(jax.random.key(0), tokens)["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer or optax.adam(1e-3))
 
 
 def make_batch(rows: int) -> dict[str, np.ndarray]:

@@ -1,0 +1,93 @@
+"""What the mechanisms gain on links that are slow beside the computation, measured between processes of one core each.
+
+sudo python benchmarks/slow_links.py
+
+Two processes run in network namespaces. The link between them is limited so that the bytes of a step take a share of its
+compute seconds. The variants of a step run the very same executables, in turn, in blocks of steps that follow each other;
+medians are shown, and beside the ratios what the simulator says of links and cores without any overhead.
+Needs Linux, root and iproute2. Takes some 15 minutes, with --quick 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from links.cases import ABLATED, BASE, DATA_PARALLEL, FULL, PIPELINES, QUICK, Case
+from links.measure import Bench, Result
+from links.network import Network, network
+from links.processes import Team
+from links.tables import promises, tables
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "explanation" / "slow-links.md"
+PICTURE = DOCS / "images" / "slow_links.png"
+SAME = 1e-6
+"""Relative difference of losses up to which two runs count as the same."""
+
+
+def measure(links: Network, options: argparse.Namespace) -> list[Result]:
+    """Measures all cases."""
+    results: list[Result] = []
+    with Team(links, options.threads) as team:
+        bench = Bench(links, team, rounds=2 if options.quick else 3)
+        for case in QUICK if options.quick else (*DATA_PARALLEL, *PIPELINES):
+            shares = (0.5,) if options.quick else None
+            results += bench.results(case, shares, traced=case in ABLATED)
+            if options.docs and case == ABLATED[0]:
+                bench.picture(str(PICTURE), [BASE, FULL])
+    return results
+
+
+def check_both(links: Network) -> None:
+    """Stages and ranks over two processes: too many devices for two cores to be timed, but not to be right."""
+    case, found = Case(2, 2, stages=2), []
+    for count in (1, 2):
+        with Team(links, threads=8, devices=4 // count, count=count) as team:
+            found.append(Bench(links, team).losses(case, FULL, steps=3))
+    for alone, several in zip(*found, strict=True):
+        if abs(several - alone) > SAME * abs(alone):
+            raise SystemExit(
+                f"2 stages × 2 ranks: losses {found[1]}, but {found[0]} in one process"
+            )
+    equal = "the very losses" if found[0] == found[1] else "losses as near as rounding lets them"
+    print(f"2 stages × 2 ranks over two processes: {equal} of one process\n")
+
+
+def write_page(made: Mapping[str, str]) -> None:
+    """Puts the tables into the page, each between its marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in made.items():
+        mark = f"<!-- {name} -->\n"
+        parts = text.split(mark)
+        if len(parts) != 3:
+            raise SystemExit(f"{PAGE} has no place for the table {name}")
+        text = f"{mark}\n{table}\n\n{mark}".join([parts[0], parts[2]])
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Prints the tables, and which promises are kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two cases at one rate")
+    parser.add_argument("--threads", type=int, default=2, help="of XLA's pool in each process")
+    parser.add_argument("--docs", action="store_true", help="write the page's tables and picture")
+    options = parser.parse_args()
+    with network() as links:
+        results = measure(links, options)
+        made = tables(results)
+        for name, table in made.items():
+            print(f"{name}\n\n{table}\n", flush=True)
+        if options.docs:
+            write_page(made)
+        kept = list(promises(results))
+        for held, what in kept:
+            if not held:
+                print(f"not kept: {what}")
+        print(f"{sum(held for held, _ in kept)} of {len(kept)} promises are kept\n", flush=True)
+        check_both(links)
+
+
+if __name__ == "__main__":
+    main()
