@@ -333,15 +333,23 @@ class StageCosts:
         state = self.state[owner]
         if self.configuration.data_parallel == 1:
             return state.update
-        syncs = state.sync
+        syncs, gathers = state.sync, state.gather
         if not (self.configuration.layerwise or self.configuration.prefetches):
             syncs = self.syncs[end] - self.syncs[first]
-        return syncs + state.update + state.gather
+        if not self.configuration.prefetches:
+            gathers = self._gathers[end] - self._gathers[first]
+        return syncs + state.update + gathers
 
     @functools.cached_property
     def syncs(self) -> list[float]:
         """Seconds of the synchronisations of the first layers, for each number of them."""
         return running([state.sync for state in self.state])
+
+    @functools.cached_property
+    def _gathers(self) -> list[float]:
+        """Seconds of the gathers of the first layers' views, for each number of them."""
+        rows = zip(self.state, self.table.rows, strict=True)
+        return running([state.gather if row.view else 0.0 for state, row in rows])
 
     @functools.cached_property
     def _next_owner(self) -> list[int]:

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
+
+import numpy as np
 
 from ratrain_jax.lowering.blocks import block_ends
 from ratrain_jax.lowering.schedules import Slot, compute_order, in_order_of_data
 from ratrain_jax.planning.splits import Split
 from ratrain_jax.planning.stage_costs import StageCosts
+from ratrain_jax.planning.turns import turns
 from ratrain_jax.simulation.breakdown import pacing_stage
 from ratrain_jax.simulation.engine import run
-from ratrain_jax.simulation.tasks import Port, Tasks, port_numbers
+from ratrain_jax.simulation.steady import RepeatedTasks, settle
+from ratrain_jax.simulation.tasks import Port, Run, Tasks, port_numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class StepSeconds:
 
 
 def step_seconds(costs: StageCosts, split: Split) -> StepSeconds:
-    """Simulates the step of a split.
+    """Simulates the step of a split, as it is when steps follow each other.
 
     Args:
         costs: of the layers, under a configuration whose schedule runs.
@@ -49,17 +54,22 @@ def step_seconds(costs: StageCosts, split: Split) -> StepSeconds:
     built = _Step(costs, split)
     built.compute()
     built.finish()
+    steps = len(built.tasks)
+    entered = built.enter_again()
     tasks = built.tasks
-    # State work takes a lane in the order in which it would be ready were lanes free; transfers between stages go before
-    # what is not under way when they are ready.
-    for holds in ({**built.updates, **built.collectives}, built.transfers):
-        tasks.rank = run(tasks).rank
+    # State work takes a lane in the order in which it would be ready were lanes free, gathers for the next step while no
+    # synchronisation waits; transfers between stages go before what is not under way when they are ready. What is of the
+    # next step goes behind all of this one.
+    for holds in built.phases():
+        tasks.rank = built.in_turn(run(tasks), holds).rank
+        tasks.rank[steps:] += len(tasks)
         for number, ports in holds.items():
             tasks.ports[number] = ports
-    found = run(tasks, costs.machine)
+    made = RepeatedTasks(tasks, steps, len(tasks), tuple(entered), tuple(built.handed()))
+    found, _ = settle(made, costs.machine)
     ends = [float(found.end[numbers[-1]]) for numbers in built.backwards]
-    stage = pacing_stage(built.entered, found, ends)
-    first, again = (float(found.start[n]) for n in built.entered[stage])
+    stage = pacing_stage(entered, found, ends)
+    first, again = (float(found.start[n]) for n in entered[stage])
     return StepSeconds(again - first, ends[stage] - first, stage)
 
 
@@ -70,8 +80,8 @@ class _Step:
         self.costs, self.split, self.c = costs, split, costs.configuration
         self.tasks = Tasks()
         # By task, the ports that it will hold; which in what order is known only when all would be ready.
-        self.updates: dict[int, tuple[int, ...]] = {}
         self.collectives: dict[int, tuple[int, ...]] = {}
+        self.ahead: dict[int, tuple[int, ...]] = {}
         self.transfers: dict[int, tuple[int, ...]] = {}
         stages = range(self.c.stages)
         self._computes = [port_numbers([(s, Port.COMPUTE)]) for s in stages]
@@ -84,15 +94,18 @@ class _Step:
         self.arrived: dict[tuple[str, int, int], int] = {}
         self.backwards: list[list[int]] = [[] for _ in split.stages]
         self.syncs: dict[int, int] = {}
-        self.first_forward: dict[int, int] = {}
+        self.updated: dict[int, int] = {}
+        # Of each layer that has a view, what gathers it at the step's start, and at its end.
+        self.there: dict[int, int] = {}
         self.gathered: dict[int, int] = {}
-        self.entered: list[tuple[int, int]] = []
+        self.first_forward: dict[int, int] = {}
+        self.reads: dict[int, int] = {}
 
     def compute(self) -> None:
         """Forwards and backwards of all stages, neighbours' halves first."""
         if not self.c.prefetches:
             for number in range(self.c.stages):
-                self.gathered.update(self._gathers(number, dict.fromkeys(self._layers(number))))
+                self.there.update(self._gathers(number, {n: [] for n in self._layers(number)}))
         slots = compute_order(self.c.schedule, self.c.stages, self.c.microbatches)
         for s, (kind, i) in in_order_of_data(slots, self._ready):
             self._forward(s, i) if kind == "F" else self._backward(s, i)
@@ -112,10 +125,30 @@ class _Step:
         self.transfers[number] = self._hops[source, target]
         return number
 
-    def _collective(self, seconds: float, after: list[int], s: int) -> int:
+    def _collective(self, seconds: float, after: list[int], s: int, *, ahead: bool = False) -> int:
         number = self.tasks.add_numbered(seconds, (), tuple(after))
-        self.collectives[number] = self._links[s]
+        (self.ahead if ahead else self.collectives)[number] = self._links[s]
         return number
+
+    def phases(self) -> list[dict[int, tuple[int, ...]]]:
+        """The ports that tasks will hold, in the order in which their turns are found."""
+        if self.collectives and self.c.prefetches:
+            return [self.collectives, self.ahead, self.transfers]
+        return [{**self.collectives, **self.ahead}, self.transfers]
+
+    def in_turn(self, found: Run, holds: dict[int, tuple[int, ...]]) -> Run:
+        """A run whose starts are the places of tasks in queues, `holds` among them."""
+        if holds is not self.ahead:
+            return found
+        start, syncs = found.start.copy(), {ports: [] for ports in self._links}
+        for number, ports in self.collectives.items():
+            syncs[ports].append(number)
+        for s, ports in enumerate(self._links):
+            mine = np.array(syncs[ports], np.int64)
+            gathers = {n: self.gathered[n] for n in self._layers(s) if n in self.gathered}
+            for number, at in turns(self.tasks, found, mine, gathers).items():
+                start[number] = at
+        return dataclasses.replace(found, start=start)
 
     def _came(self, kind: str, s: int, i: int) -> list[int]:
         return [self.arrived[kind, s, i]] if (kind, s, i) in self.arrived else []
@@ -127,17 +160,33 @@ class _Step:
 
     def _forward(self, s: int, i: int) -> None:
         came = self._came("F", s, i)
-        if i == 0:
-            came += self._views(s, self.gathered)
-        task = self._compute(s, self.split.stages[s].forward, came)
-        self.first_forward.setdefault(s, task)
+        if i:
+            task = self._compute(s, self.split.stages[s].forward, came)
+        else:
+            task, read = self._first_forward(s, came, self.there)
+            self.first_forward[s] = min(read.values())
+            self.reads.update(read)
         self._send("F", s, s + 1, i, task)
 
-    def _views(self, s: int, gathered: dict[int, int]) -> list[int]:
-        """The gathers that a stage's first forward waits for: those of its first block."""
-        stage = self.split.stages[s]
-        block = block_ends(stage.layers[1] - stage.layers[0])[0]
-        return [gathered[n] for n in list(self._layers(s))[:block] if n in gathered]
+    def _first_forward(
+        self, s: int, came: list[int], views: dict[int, int]
+    ) -> tuple[int, dict[int, int]]:
+        """The last task of a stage's first forward, and the one that first reads each layer's view.
+
+        It goes block by block, each when its views are there; without prefetch the first waits for all.
+        """
+        first, end = self.split.stages[s].layers
+        task, reads = -1, dict[int, int]()
+        for start, stop in itertools.pairwise((0, *block_ends(end - first))):
+            blocks = (start, stop) if self.c.prefetches or start else (0, end - first)
+            read = range(first + blocks[0], first + blocks[1])
+            seconds = self.costs.forward[first + stop] - self.costs.forward[first + start]
+            seconds += self.costs.machine.launch_seconds
+            task = self._compute(s, seconds, [*came, *(views[n] for n in read if n in views)])
+            for n in read:
+                reads.setdefault(n, task)
+            came = []
+        return task, reads
 
     def _backward(self, s: int, i: int) -> None:
         stage, came = self.split.stages[s], self._came("B", s, i)
@@ -167,25 +216,48 @@ class _Step:
             came = []
             if self.costs.table.rows[n].gradients:
                 waiting.append((n, last))
-        return last, [(n, last) for n, _ in waiting]
+        # Late ones begin with the layer whose gradient is last, and go on from there.
+        return last, [(n, last) for n, _ in reversed(waiting)]
 
     def _sync(self, s: int, layers: list[tuple[int, int]]) -> None:
         for n, after in layers:
             self.syncs[n] = self._collective(self.costs.state[n].sync, [after], s)
 
     def finish(self) -> None:
-        """Updates, gathers, and each stage's first forward of the next step."""
-        again: dict[int, int] = {}
+        """Updates, and gathers for the next step where they are this one's work."""
         reduced = self._reduction()
         for s in range(self.c.stages):
-            gathered = self._updates(s, reduced)
-            came = [again[s - 1]] if s else []
-            if s:
-                cut = self.split.stages[s - 1].layers[1] - 1
-                came = [self._transfer(self.costs.sends[cut], came, s - 1, s)]
-            first = self._compute(s, self.split.stages[s].forward, came + self._views(s, gathered))
-            again[s] = first
-            self.entered.append((self.first_forward[s], first))
+            self._updates(s, reduced)
+
+    def handed(self) -> list[tuple[int, int]]:
+        """What writes state for the next step, with the task that reads it there first."""
+        writers, readers = self.updated, self.there
+        if self.c.prefetches:
+            writers, readers = self.gathered, self.reads
+        return [(writers[n], reader) for n, reader in readers.items() if n in writers]
+
+    def enter_again(self) -> list[tuple[int, int]]:
+        """Adds each stage's first forward of the next step; gives the first task of both steps' first forwards."""
+        came: list[int] = []
+        entered = []
+        for s in range(self.c.stages):
+            if not self.c.prefetches:
+                self._gather_again(s)
+            last, read = self._first_forward(s, came, self.gathered)
+            entered.append((self.first_forward[s], min(read.values())))
+            if s + 1 < self.c.stages:
+                cut = self.split.stages[s].layers[1] - 1
+                came = [self._transfer(self.costs.sends[cut], [last], s, s + 1)]
+        return entered
+
+    def _gather_again(self, s: int) -> None:
+        """Gathers a stage's views for the next step, in the same order as for this one."""
+        before: list[int] = []
+        for n in self._layers(s):
+            if n in self.updated:
+                found = self._gathers(s, {n: [self.updated[n], *before]})
+                self.gathered.update(found)
+                before = [*found.values()] or before
 
     def _reduction(self) -> list[int]:
         """The global reduction that late updates wait for."""
@@ -196,25 +268,25 @@ class _Step:
         latency = self.costs.machine.link_latency
         return [self.tasks.add(rounds * latency, after=after)]
 
-    def _updates(self, s: int, reduced: list[int]) -> dict[int, int]:
-        """The updates of a stage in the order in which their gradients are final; the gathers behind them."""
-        owners = [n for n in reversed(self._layers(s)) if self.costs.table.rows[n].parameters]
-        all_synced = [self.syncs[n] for n in owners if n in self.syncs]
-        updates: dict[int, int] = {}
+    def _updates(self, s: int, reduced: list[int]) -> None:
+        """The updates of a stage, with prefetch in the order in which gradients are final, and gathers behind them."""
+        order = [n for n in self._layers(s) if self.costs.table.rows[n].parameters]
+        all_synced = [self.syncs[n] for n in order if n in self.syncs]
         # With room for all chains the layers that the next step wants first go first.
-        roomy = len(owners) <= self.c.window
-        order = sorted(owners) if self.c.prefetches and (reduced or roomy) else owners
+        if self.c.prefetches and not reduced and len(order) > self.c.window:
+            order.reverse()
         gathered: dict[int, int] = {}
+        # A lone stage gathers behind its last synchronisation, if there is room.
+        behind = all_synced if self.c.stages == 1 and len(order) <= self.c.window else []
         for n in order:
             own = [self.syncs[n]] if n in self.syncs else [self.backwards[s][-1]]
             after = own if self.c.prefetches else all_synced or own
-            updates[n] = self._update(s, n, [*after, *reduced])
+            self.updated[n] = self._update(s, n, [*after, *reduced])
             if self.c.prefetches:
-                gathered.update(self._gathers(s, {n: updates[n]}))
+                gathered.update(self._gathers(s, {n: [self.updated[n], *behind]}))
         if self.c.prefetches:
-            self._keep_window(order, gathered, bool(reduced), updates)
-            return gathered
-        return self._gathers(s, {n: updates[n] for n in sorted(owners)})
+            self._keep_window(order, gathered, bool(reduced))
+        self.gathered.update(gathered)
 
     def _update(self, s: int, n: int, after: list[int]) -> int:
         """A layer's update: on stage 0, for whose gradients nobody waits, between backwards, elsewhere behind them."""
@@ -222,23 +294,23 @@ class _Step:
         if s or not self.c.prefetches:
             return self._compute(s, seconds, after)
         number = self.tasks.add_numbered(seconds, (), tuple(after))
-        self.updates[number] = self._computes[s]
+        self.ahead[number] = self._computes[s]
         return number
 
-    def _gathers(self, s: int, after: dict[int, int | None]) -> dict[int, int]:
+    def _gathers(self, s: int, after: Mapping[int, list[int]]) -> dict[int, int]:
+        """The gathers of layers that have views, each behind some tasks; for one device the first of these."""
         if self.c.data_parallel == 1:
-            return {n: task for n, task in after.items() if task is not None}
+            return {n: tasks[0] for n, tasks in after.items() if tasks}
+        state, ahead = self.costs.state, self.c.prefetches
         return {
-            n: self._collective(self.costs.state[n].gather, [] if task is None else [task], s)
-            for n, task in after.items()
+            n: self._collective(state[n].gather, tasks, s, ahead=ahead)
+            for n, tasks in after.items()
             if self.costs.table.rows[n].view
         }
 
-    def _keep_window(
-        self, order: list[int], gathered: dict[int, int], reduced: bool, updates: dict[int, int]
-    ) -> None:
+    def _keep_window(self, order: list[int], gathered: dict[int, int], reduced: bool) -> None:
         """A chain opens when the one `window` before it closes."""
-        openers = updates if reduced else self.syncs
+        openers = self.updated if reduced else self.syncs
         chains = [n for n in order if n in gathered and n in openers]
         for before, n in zip(chains, itertools.islice(chains, self.c.window, None), strict=False):
             self.tasks.behind[openers[n]] = (gathered[before],)

@@ -141,9 +141,9 @@ def _settle_freely(made: RepeatedTasks) -> tuple[Run, Carried | None]:
         return run, None
     # What a stage could do ahead of the step is shown within it, unless it has to be ahead.
     begin = min(run.start[first] for first, _ in made.entered) - lead
-    within = longest_paths(waits, seconds, np.maximum(floor, begin))
-    if np.array_equal(made.periods(within), made.periods(run)):
-        run = within
+    if run.start.min() < begin:
+        within = longest_paths(waits, seconds, np.maximum(floor, begin))
+        run = within if np.array_equal(made.periods(within), made.periods(run)) else run
     return _from_its_start(made, run, source, target, moment)
 
 

@@ -38,6 +38,8 @@ from ratrain_jax.planning.space import Space
 from ratrain_jax.planning.splits import Split, best_split
 from ratrain_jax.planning.stage_costs import TERMS, StageCosts
 from ratrain_jax.planning.step_tasks import step_seconds
+from ratrain_jax.planning.turns import turns
+from ratrain_jax.simulation.tasks import Run, Tasks
 from ratrain_jax.tracing import trace_step
 
 A100 = load_machine("a100")
@@ -430,6 +432,43 @@ def test_updates_go_between_the_backwards_of_the_first_stage(bandwidth):
     )
     seconds = rt.simulate(plan.program, machine).step_seconds
     assert plan.step_seconds == pytest.approx(seconds, rel=0.04)
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 1e10, 2e10, 5e10])
+@pytest.mark.parametrize("schedule", ["ratrain", "1f1b"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_predictions_are_those_of_the_program_on_slow_links(bandwidth, schedule, microbatches):
+    # Gathers wait for synchronisations, later forwards for gathers; without prefetch the first waits for all.
+    machine = slow_links(bandwidth)
+    c = Configuration(
+        stages=1,
+        data_parallel=4,
+        rows=2,
+        microbatches=microbatches,
+        schedule=schedule,
+        recovery="none",
+    )
+    found = look_at(c, work().table(2), machine, 10**12)
+    _, program = program_of(c, found.split, machine)
+    simulated = rt.simulate(program, machine).step_seconds
+    assert found.seconds.step == pytest.approx(simulated, rel=0.03)
+
+
+def test_a_link_serves_synchronisations_first_and_gathers_of_first_layers():
+    tasks = Tasks()
+    ready = [0.0, 1.0, 2.0, 1.5, 0.5, 9.0]
+    seconds = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    for second in seconds:
+        tasks.add(second)
+    start = np.array(ready)
+    found = Run(start, start + np.array(seconds), np.zeros(6, np.int64))
+    starts = turns(tasks, found, np.array([0, 1, 2]), {7: 3, 8: 4, 0: 5})
+    assert sorted(starts, key=starts.__getitem__) == [0, 1, 2, 3, 4, 5]
+    # Where a synchronisation has to wait for the window, the gather that makes room goes first.
+    tasks.behind[2] = (4,)
+    starts = turns(tasks, found, np.array([0, 1, 2]), {7: 3, 8: 4, 0: 5})
+    assert sorted(starts, key=starts.__getitem__) == [0, 1, 3, 4, 2, 5]
+    assert turns(tasks, found, np.array([0, 1, 2]), {}) == {}
 
 
 def test_a_plan_cuts_no_number_short():
