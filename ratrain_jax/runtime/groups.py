@@ -137,7 +137,7 @@ def put_global(array: Any, sharding: Any) -> jax.Array:
     if isinstance(array, jax.Array) and compat.is_extended(array.dtype):
         data = put_global(jax.random.key_data(array), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    whole = np.asarray(array)
+    whole = np.asarray(array, jax.typeof(array).dtype)
     return jax.make_array_from_callback(
         whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype
     )

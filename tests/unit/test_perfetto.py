@@ -237,7 +237,9 @@ def test_counters_are_the_bytes_over_time(timeline, trace):
             ]
             times, found = zip(*counted, strict=True)
             at = np.searchsorted(np.array(times), curve.times * 1e6 + 1e-3) - 1
-            assert np.array(found)[at].tolist() == sizes.tolist()
+            # Of moments that a trace's nanoseconds do not tell apart, the last counts.
+            last = np.append(np.diff(curve.times) * 1e6 > 2e-3, True)
+            assert np.array(found)[at][last].tolist() == sizes[last].tolist()
 
 
 def test_the_checker_finds_what_breaks_the_rules(trace):
