@@ -7,6 +7,8 @@ from typing import Any
 
 LAYERS, WIDTH, ROWS = 8, 192, 4
 """Of the model, and rows of a microbatch on each rank."""
+WINDOW = 16
+"""Layers whose state work may be under way at once: all, so that views are gathered in the order in which they are wanted."""
 SHARES = (0.25, 0.5, 1.0)
 """Link seconds of one reduce-scatter and one all-gather of all parameters, as shares of a step's compute seconds.
 

@@ -11,7 +11,7 @@ from typing import Any
 import gpt_step
 import jax
 import optax
-from links.cases import LAYERS, ROWS, WIDTH
+from links.cases import LAYERS, ROWS, WIDTH, WINDOW
 from links.seconds import compute_seconds, forward_seconds, ideal_seconds, moved, once
 
 import ratrain_jax as rt
@@ -40,7 +40,7 @@ class Steps:
         self._states.clear()
         for name, chosen in options.items():
             rows = chosen["data_parallel"] * chosen["microbatches"] * ROWS
-            step = rt.train_step(**chosen)(gpt_step.pipelined)
+            step = rt.train_step(window=rt.Window(layers=WINDOW), **chosen)(gpt_step.pipelined)
             batch = self._batches[name] = gpt_step.make_batch(rows)
             state = self._states[name] = self._state(clip)
             self._compiled[name] = step.lower(state, batch).compile(progress=False)
