@@ -249,7 +249,20 @@ class StateTasks:
         group = tuple(sorted(givers | set(info.stages)))
         op = GlobalReduce(group[0], tuple(reads), writes, phase=phase, group=group)
         rounds = max(1, (len(group) - 1).bit_length())
-        sheet.add(op, rounds * sheet.durations.send(0), (SYNC, phase))
+        results = () if self._updates_wait(phase) else group
+        after = tuple(task for stage in results for task in self._backward_over(stage))
+        sheet.add(op, rounds * sheet.durations.send(0), (SYNC, phase), after)
+
+    def _updates_wait(self, phase: int) -> bool:
+        """Whether an update waits for a reduction, rather than the step's results alone."""
+        update = self.code.update
+        replicated = update.replicated_phase if update.replicated else 0
+        return phase <= max([replicated, *(layer.phase for layer in update.layers)])
+
+    def _backward_over(self, stage: int) -> tuple[int, ...]:
+        """What results stand behind: a stage's last backward, which would wait for them were they before it in its lane."""
+        task = self.sheet.last_backward.get((stage, self.code.microbatches - 1))
+        return () if task is None else (task,)
 
     def _replicated(self) -> None:
         """The new replicated state of each stage."""
@@ -272,4 +285,5 @@ class StateTasks:
         reads += [self._argument(leaf, stage) for leaf in code.update.metrics_batch]
         value = sheet.values.metrics(stage)
         sheet.outputs.append(value)
-        sheet.add(Metrics(stage, tuple(reads), (value,)), 0.0, (RESULT, 1))
+        op = Metrics(stage, tuple(reads), (value,))
+        sheet.add(op, 0.0, (RESULT, 1), self._backward_over(stage))

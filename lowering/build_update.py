@@ -26,6 +26,8 @@ class UpdateTasks:
         self.partials: dict[tuple[int, int], int] = {}
         self.scalars: dict[tuple[int, int], int] = {}
         self.joined: dict[int, int] = {}
+        # The last update of each stage's first layer.
+        self._first_updates: dict[int, int] = {}
         # What the early update of each layer wrote, and the view of it.
         self._early: dict[int, tuple[int, ...]] = {}
 
@@ -109,10 +111,10 @@ class UpdateTasks:
         rank = (UPDATE, phase, 0 if layer == self._first_updated(stage) else 1, layer)
         if final and self._between_backwards(stage):
             rank = (TRANSFER, layer)
-        sheet.add(op, seconds, rank, after, opens=chain, held=held)
+        task = sheet.add(op, seconds, rank, after, opens=chain, held=held)
         if final and sheet.settings.update_prefetch:
             views: dict[tuple[int, int], int] = {}
-            behind = self._last_syncs(stage)
+            behind = self._last_syncs(stage, task)
             self.gather(layer, writes[len(partials)], views, opens=True, after=behind)
             sheet.outputs += views.values()
 
@@ -142,9 +144,9 @@ class UpdateTasks:
         seconds = sheet.durations.sweep(2 * sum(sheet.bytes(v) for v in own))
         chain, held = self._window_of_update(layer)
         rank = (TRANSFER, layer) if self._between_backwards(stage) else (UPDATE, phase, 2, layer)
-        sheet.add(op, seconds, rank, opens=chain, held=held)
+        task = sheet.add(op, seconds, rank, opens=chain, held=held)
         views: dict[tuple[int, int], int] = {}
-        self.gather(layer, new[0], views, opens=True, after=self._last_syncs(stage))
+        self.gather(layer, new[0], views, opens=True, after=self._last_syncs(stage, task))
         self._early[layer] = (*partials, *new, *views.values())
 
     def _validate(self, layer: int) -> None:
@@ -160,15 +162,23 @@ class UpdateTasks:
         op = Validate(stage, reads, writes, (*own, *early), layer=layer, phase=phase)
         sheet.add(op, 0.0, (GATHER, layer))
 
-    def _last_syncs(self, stage: int) -> tuple[int, ...]:
-        """What the gathers of a lone stage stand behind, where its window has room for all its layers: its syncs.
+    def _last_syncs(self, stage: int, update: int) -> tuple[int, ...]:
+        """What the gathers of a lone stage stand behind, where its window has room for all its layers.
 
-        Between syncs a gather would keep a gradient waiting, and those that the next step wants first would come last. In a
-        pipeline the first stage's drain leaves them time, and later stages' next forwards come late.
+        Behind its syncs: between them a gather would keep a gradient waiting. And behind the update of its first layer: the
+        next step waits for that one's view, and a gather that begins meanwhile would keep it waiting. In a pipeline the first
+        stage's drain leaves them time, and later stages' next forwards come late.
+
+        Args:
+            stage: the stage.
+            update: the task of the update whose view is to be gathered.
         """
         settings = self.sheet.settings
         roomy = len(self.stateful) <= settings.window_layers and settings.window_bytes is None
-        return tuple(self.syncs[stage]) if settings.stages == 1 and roomy else ()
+        if settings.stages > 1 or not roomy:
+            return ()
+        first = self._first_updates.setdefault(stage, update)
+        return (*self.syncs[stage], first)
 
     def _between_backwards(self, stage: int) -> bool:
         """Whether updates go between backwards: on stage 0, for whose gradients nobody waits, so that gathers hide behind them.

@@ -1,5 +1,6 @@
 """The list schedule: dependencies, lanes, ranks, window; then frees and the launch order."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,8 +11,10 @@ from ratrain_jax.lowering.program import (
     Backward,
     Forward,
     Free,
+    GlobalReduce,
     GradSync,
     Kind,
+    Metrics,
     PrefetchView,
     SendActivation,
     Value,
@@ -88,3 +91,27 @@ def test_the_launch_order_keeps_every_stage_s_list():
     for stage, ops in enumerate(program.order):
         assert [op for op in order if stage in op.stages] == list(ops)
     assert len(order) == len(set(map(id, order)))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("clip", [False, True])
+def test_results_keep_no_backward_and_no_synchronisation_waiting(stages, zero, clip):
+    program = make_program(stages=stages, zero=zero, clip=clip)
+    for ops in program.order:
+        lasts = [n for n, op in enumerate(ops) if isinstance(op, Backward)]
+        results = [n for n, op in enumerate(ops) if isinstance(op, Metrics)]
+        # The norm is reduced for updates, the loss for the metrics alone.
+        alone = [n for n, op in enumerate(ops) if isinstance(op, GlobalReduce) and not clip]
+        assert all(n > max(lasts) for n in (*results, *alone))
+    reduced = [op for op in program.ops() if isinstance(op, GlobalReduce)]
+    assert reduced
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_lone_stage_gathers_first_what_the_next_step_wants_first(zero):
+    ops = make_program(stages=1, zero=zero, window_layers=8).order[0]
+    state = [op for op in ops if isinstance(op, (GradSync, PrefetchView))]
+    gathered = [op.layer for op in state if isinstance(op, PrefetchView)]
+    assert gathered == sorted(gathered)
+    assert all(isinstance(op, PrefetchView) for op in state[-len(gathered) :])
