@@ -276,13 +276,14 @@ class _Step:
         if self.c.prefetches and not reduced and len(order) > self.c.window:
             order.reverse()
         gathered: dict[int, int] = {}
-        # A lone stage gathers behind its last synchronisation, if there is room.
-        behind = all_synced if self.c.stages == 1 and len(order) <= self.c.window else []
+        # A lone stage gathers behind its last synchronisation and its first layer's update, if there is room.
+        alone = self.c.stages == 1 and len(order) <= self.c.window
         for n in order:
             own = [self.syncs[n]] if n in self.syncs else [self.backwards[s][-1]]
             after = own if self.c.prefetches else all_synced or own
             self.updated[n] = self._update(s, n, [*after, *reduced])
             if self.c.prefetches:
+                behind = [*all_synced, self.updated[order[0]]] if alone else []
                 gathered.update(self._gathers(s, {n: [self.updated[n], *behind]}))
         if self.c.prefetches:
             self._keep_window(order, gathered, bool(reduced))
