@@ -95,7 +95,8 @@ class Steps:
     def _traced(self, name: str) -> Any:
         self.run(name, 1)
         step = self._compiled[name]
-        self._states[name], measured = step.trace(self._states[name], self._batches[name])
+        result, measured = step.trace(self._states[name], self._batches[name])
+        self._states[name], _ = result
         return measured
 
     def profile(self, name: str, repetitions: int) -> None:
