@@ -96,10 +96,12 @@ def test_processes_that_mean_different_steps_are_told(script, what, run):
 def test_a_pool_that_would_run_dry_is_refused(run):
     script = "make(stages=2, data_parallel=2)(weights(), x)"
     flags = "--xla_force_host_platform_device_count=2"
-    for one in run(script, XLA_FLAGS=flags, NPROC=2):
-        said = one.wait(BOUND)
-        assert "DistributedError: XLA's pool has 2 threads for 2 CPU devices" in said, said
-        assert "NPROC=5" in said
+    processes = run(script, XLA_FLAGS=flags, NPROC=2)
+    said = [one.wait(BOUND) for one in processes]
+    # The one that leaves first may take the coordinator with it, and then JAX ends the other.
+    told = "DistributedError: XLA's pool has 2 threads for 2 CPU devices"
+    assert any(told in text and "NPROC=5" in text for text in said), said
+    assert all(one.code for one in processes)
 
 
 GLOBAL_BATCH = """
