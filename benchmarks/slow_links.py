@@ -5,7 +5,7 @@ sudo python benchmarks/slow_links.py
 Two processes run in network namespaces. The link between them is limited so that the bytes of a step take a share of its
 compute seconds. The variants of a step run the very same executables, in turn, in blocks of steps that follow each other;
 medians are shown, and beside the ratios what the simulator says of links and cores without any overhead.
-Needs Linux, root and iproute2. Takes some 15 minutes, with --quick 2.
+Needs Linux, root and iproute2. Takes 3 minutes with --quick, and without, at the same speed, more than half an hour.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from links.processes import Team
 from links.tables import promises, tables
 
 DOCS = Path(__file__).parents[1] / "docs"
+TEMPLATE = Path(__file__).parent / "links" / "page.md"
 PAGE = DOCS / "explanation" / "slow-links.md"
 PICTURE = DOCS / "images" / "slow_links.png"
 SAME = 1e-6
@@ -56,14 +57,13 @@ def check_both(links: Network) -> None:
 
 
 def write_page(made: Mapping[str, str]) -> None:
-    """Puts the tables into the page, each between its marks."""
-    text = PAGE.read_text(encoding="utf-8")
+    """Writes the page: its text with each table in its place."""
+    text = TEMPLATE.read_text(encoding="utf-8")
     for name, table in made.items():
         mark = f"<!-- {name} -->\n"
-        parts = text.split(mark)
-        if len(parts) != 3:
-            raise SystemExit(f"{PAGE} has no place for the table {name}")
-        text = f"{mark}\n{table}\n\n{mark}".join([parts[0], parts[2]])
+        if mark not in text:
+            raise SystemExit(f"{TEMPLATE} has no place for the table {name}")
+        text = text.replace(mark, f"{table}\n")
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two cases at one rate")
     parser.add_argument("--threads", type=int, default=2, help="of XLA's pool in each process")
-    parser.add_argument("--docs", action="store_true", help="write the page's tables and picture")
+    parser.add_argument("--docs", action="store_true", help="write the page and its picture")
     options = parser.parse_args()
     with network() as links:
         results = measure(links, options)

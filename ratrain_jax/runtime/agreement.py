@@ -7,19 +7,18 @@ devices that will move something moves zeros.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
 from ratrain_jax.distributed import departures, peers
 from ratrain_jax.errors import DistributedError
 from ratrain_jax.lowering.jsonform import to_json
 from ratrain_jax.runtime.crossings import Crossing
 from ratrain_jax.runtime.host import pool_threads, threads_needed
-from ratrain_jax.runtime.processes import exchange, meet, several
+from ratrain_jax.runtime.outcomes import together
+from ratrain_jax.runtime.processes import meet, several
 from ratrain_jax.runtime.turns import in_turn
 
 if TYPE_CHECKING:
@@ -36,25 +35,17 @@ def agree(lowered: Lowered) -> None:
         return
     _check_pool()
     in_turn(peers.meet)
-    parts = {
-        "the code of the step": lowered.code.fingerprint,
-        "the program": to_json(lowered.program),
-    }
     options = lowered.options
     devices = [d.id for d in (options.devices or jax.devices())]
-    parts["the devices or the options"] = repr(
-        (devices, options.donate_state, options.state_layout)
+    rest = (devices, options.donate_state, options.state_layout)
+    together(
+        dict,
+        lambda: {
+            "the code of the step": lowered.code.fingerprint,
+            "the program": to_json(lowered.program),
+            "the devices or the options": rest,
+        },
     )
-    digests = [np.frombuffer(hashlib.sha256(p.encode()).digest(), np.uint8) for p in parts.values()]
-    every = in_turn(lambda: exchange(np.stack(digests)))
-    for place, name in enumerate(parts):
-        apart = [n for n, digest in enumerate(every[:, place]) if (digest != every[0, place]).any()]
-        if apart:
-            departures.fail()
-            raise DistributedError(
-                f"{name} is not the same in process {', '.join(map(str, apart))} as in process 0. Start all processes with"
-                " the same script, arguments, versions and shapes of the batch."
-            )
 
 
 def _check_pool() -> None:

@@ -17,7 +17,7 @@ from ratrain_jax.runtime.executors import Executors
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.instructions import Bundle
 from ratrain_jax.runtime.placing import agree_on_globals, placed, private_copy
-from ratrain_jax.runtime.processes import elsewhere, make_global
+from ratrain_jax.runtime.processes import elsewhere, make_global, several
 from ratrain_jax.runtime.shared import Shared
 from ratrain_jax.runtime.stacks import Stacks
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places
@@ -101,7 +101,7 @@ class Handover:
         """
         stacked = self._stacks.enter(given)
         state = self._shared.enter(stacked)
-        if self._comes_back(state):
+        if not several() or self._comes_back(state):
             return self._taken_in(state)
         return in_turn(lambda: self._taken_in(state))
 

@@ -64,7 +64,7 @@ def threads_needed(devices: int) -> int:
     """Threads of that pool without which a run of several processes can hang.
 
     A collective holds a thread of each of its devices here until the other processes have come, and what they wait for must
-    run meanwhile (tried on 1 to 4 devices: 3 threads are enough for 2 devices, and 2 are not).
+    run meanwhile (tried with 2 devices, of two stages: 3 threads are enough, and 2 hang).
 
     Args:
         devices: of this process.
