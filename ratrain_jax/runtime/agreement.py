@@ -37,15 +37,16 @@ def agree(lowered: Lowered) -> None:
     in_turn(peers.meet)
     options = lowered.options
     devices = [d.id for d in (options.devices or jax.devices())]
-    rest = (devices, options.donate_state, options.state_layout)
-    together(
-        dict,
-        lambda: {
-            "the code of the step": lowered.code.fingerprint,
-            "the program": to_json(lowered.program),
-            "the devices or the options": rest,
-        },
-    )
+    parts = {
+        "the code of the step": lowered.code.fingerprint,
+        "the program": to_json(lowered.program),
+        "the devices or the options": (devices, options.donate_state, options.state_layout),
+    }
+    try:
+        together(dict, lambda: parts)
+    except DistributedError:
+        departures.fail()  # however the script goes on, no other process can go on with it
+        raise
 
 
 def _check_pool() -> None:

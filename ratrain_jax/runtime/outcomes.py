@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from ratrain_jax import errors
-from ratrain_jax.distributed import departures
 from ratrain_jax.distributed.failures import named
 from ratrain_jax.errors import DistributedError, RATrainError
 from ratrain_jax.runtime.processes import exchange_text, several
@@ -82,7 +81,6 @@ def _compare(every: list[dict[str, str]]) -> None:
     for name in first:
         apart = [n for n, one in enumerate(every) if one.get(name) != first[name]]
         if apart:
-            departures.fail()
             raise DistributedError(
                 f"{name} is not the same in process {', '.join(map(str, apart))} as in process 0. Let all processes run the"
                 " same script with the same arguments and versions, on batches of the same shapes."
