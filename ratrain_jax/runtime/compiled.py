@@ -28,7 +28,7 @@ from ratrain_jax.runtime.serial import Serial
 from ratrain_jax.runtime.shared import everywhere
 from ratrain_jax.runtime.state import Reshaper
 from ratrain_jax.runtime.threads import Threads
-from ratrain_jax.runtime.turns import in_turn
+from ratrain_jax.runtime.turns import in_turn, link_workers
 from ratrain_jax.stacked_leaf import is_stacked_leaf
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Compiled:
             # Else the process could not end before all that was asked for is compiled.
             library.give_up()
             raise
-        self._threads = Threads(repr(self), self._program, self._plan)
+        self._threads = Threads(repr(self), self._program, self._plan, self._link)
         self._operands = {operand.name: operand for operand in self._code.regions.operands}
         values = self._program.values
         self._batch_inputs = [
@@ -86,6 +86,7 @@ class Compiled:
         """Asks for all that a step runs."""
         here = [group.is_here for group in self._groups]
         self._plan = flatten(self._program, executors, here)
+        self._link = link_workers()
         self._handover = Handover(
             self._code,
             self._program,
@@ -93,6 +94,7 @@ class Compiled:
             executors,
             self.lowered.signature,
             self.lowered.options,
+            self._link,
         )
         self._temporaries = executors.temporaries
 

@@ -22,6 +22,7 @@ from ratrain_jax.runtime.shared import Shared
 from ratrain_jax.runtime.stacks import Stacks
 from ratrain_jax.runtime.state import Ownership, Reshaper, leaf_places
 from ratrain_jax.runtime.turns import in_turn
+from ratrain_jax.runtime.workers import Workers
 from ratrain_jax.tracing import Signature
 
 Move = Callable[[Bundle | None], Bundle | None]
@@ -39,6 +40,7 @@ class Handover:
         executors: where moves between groups are made.
         signature: of the step.
         options: how the state is handed out, and whether what was is used up.
+        link: the thread that launches gathers.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Handover:
         executors: Executors,
         signature: Signature,
         options: Options,
+        link: Workers,
     ) -> None:
         self._code, self._program, self._groups = code, program, groups
         self._donate = options.donate_state
@@ -67,7 +70,7 @@ class Handover:
         self._inputs = [v for v in inputs if v.kind is not Kind.OPERAND]
         self._outputs = [program.values[v] for v in program.outputs]
         self._shards = {v.layer: v.id for v in inputs if v.kind is Kind.PARAMETERS}
-        self._reshapers = self._make_reshapers()
+        self._reshapers = self._make_reshapers(link)
         views = [v for v in inputs if v.kind is Kind.VIEW]
         self._gathers = {v.id: executors.gather(v.layer or 0, v.stage) for v in views}
         self._in_place = {v.id: executors.recipes.gather(v.layer or 0, v.stage)[1] for v in views}
@@ -79,13 +82,13 @@ class Handover:
         self._views: dict[tuple[int, int], Ahead] = {}
         self._replicas: dict[int, Ahead] = {}
 
-    def _make_reshapers(self) -> dict[int, tuple[list[int], Reshaper]]:
+    def _make_reshapers(self, link: Workers) -> dict[int, tuple[list[int], Reshaper]]:
         """For each stage: the leaves that live there, and their reshapes."""
         made = {}
         for stage, group in enumerate(self._groups):
             leaves = sorted(leaf for leaf, place in self._places.items() if place.stage == stage)
             axes = [self._places[n].axis for n in leaves]
-            made[stage] = (leaves, Reshaper(group, axes, donate=self._trains))
+            made[stage] = (leaves, Reshaper(group, axes, donate=self._trains, link=link))
         return made
 
     # In.

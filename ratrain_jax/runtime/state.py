@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.runtime.groups import AXIS, Group
 from ratrain_jax.runtime.instructions import Bundle
+from ratrain_jax.runtime.turns import behind
+from ratrain_jax.runtime.workers import Workers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,17 +67,60 @@ class Ownership:
 class Reshaper:
     """The compiled reshapes of one group: from the user's shapes to a slice a device, and back.
 
+    They use up what the step's last gathers still read, so they wait for all of these; launched by the thread that computes,
+    they would keep the next step's first Forward, which wants one view only, waiting too. Arrays that lie whole on each
+    device are not gathered, but read by Forwards: these are reshaped at once.
+
     Args:
         group: the devices.
         axes: the axis along which each array is cut.
         donate: whether `enter` uses up what it is given.
+        link: the thread that launches gathers; this one unless given.
     """
 
-    def __init__(self, group: Group, axes: Sequence[int | None], *, donate: bool = True) -> None:
+    def __init__(
+        self,
+        group: Group,
+        axes: Sequence[int | None],
+        *,
+        donate: bool = True,
+        link: Workers | None = None,
+    ) -> None:
         self._group = group
-        self.shardings = [group.state_sharding(axis) for axis in axes]
-        if group.size == 1:
-            return
+        self._parts: list[tuple[list[int], _Reshapes, Callable[..., Bundle]]] = []
+        for are_cut in (False, True):
+            numbers = [n for n, axis in enumerate(axes) if (axis is not None) == are_cut]
+            launch = functools.partial(behind, link) if are_cut and link is not None else _here
+            if numbers:
+                reshapes = _Reshapes(group, [axes[n] for n in numbers], donate)
+                self._parts.append((numbers, reshapes, launch))
+
+    def enter(self, arrays: Sequence[Any]) -> Bundle:
+        """From arrays of the user's shapes, on the group already."""
+        return self._reshaped(arrays, lambda part: part.enter)
+
+    def leave(self, arrays: Sequence[Any]) -> Bundle:
+        """Uses up arrays as they lie inside a step."""
+        return self._reshaped(arrays, lambda part: part.leave)
+
+    def _reshaped(self, arrays: Sequence[Any], chosen: Callable[[_Reshapes], Any]) -> Bundle:
+        made = list(arrays)
+        for numbers, part, launch in self._parts if self._group.size > 1 else ():
+            given = tuple(arrays[n] for n in numbers)
+            results = launch(functools.partial(chosen(part), given))
+            for n, array in zip(numbers, results, strict=True):
+                made[n] = array
+        return tuple(made)
+
+
+def _here(call: Callable[[], Bundle]) -> Bundle:
+    return call()
+
+
+class _Reshapes:
+    """Both reshapes of some arrays of a group of several devices; each call uses up what it is given, if `donate`."""
+
+    def __init__(self, group: Group, axes: Sequence[int | None], donate: bool) -> None:
         whole = tuple(
             PartitionSpec() if a is None else PartitionSpec(*[None] * a, AXIS) for a in axes
         )
@@ -84,16 +129,9 @@ class Reshaper:
         leave = _mapped(group, lambda arrays: tuple(x[0] for x in arrays), sliced, whole)
         # Said, because the compiler would leave an array of size zero on every device.
         inside = tuple(group.sharding for _ in axes)
-        self._enter = jax.jit(enter, donate_argnums=0 if donate else (), out_shardings=inside)
-        self._leave = jax.jit(leave, donate_argnums=0, out_shardings=tuple(self.shardings))
-
-    def enter(self, arrays: Sequence[Any]) -> Bundle:
-        """From arrays of the user's shapes, on the group already."""
-        return tuple(arrays) if self._group.size == 1 else self._enter(tuple(arrays))
-
-    def leave(self, arrays: Sequence[Any]) -> Bundle:
-        """Uses up arrays as they lie inside a step."""
-        return tuple(arrays) if self._group.size == 1 else self._leave(tuple(arrays))
+        outside = tuple(group.state_sharding(axis) for axis in axes)
+        self.enter = jax.jit(enter, donate_argnums=0 if donate else (), out_shardings=inside)
+        self.leave = jax.jit(leave, donate_argnums=0, out_shardings=outside)
 
 
 def _mapped(group: Group, function: Any, ins: Any, outs: Any) -> Any:

@@ -6,6 +6,7 @@ thread, between any two of its instructions; whatever it breaks off, the other t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -23,8 +24,7 @@ from ratrain_jax.runtime.instructions import (
     run,
 )
 from ratrain_jax.runtime.nans import nan_check
-from ratrain_jax.runtime.turns import link_workers
-from ratrain_jax.runtime.workers import Task
+from ratrain_jax.runtime.workers import Task, Workers
 
 Hook = Callable[[Instruction, Sequence[Bundle]], None]
 
@@ -36,11 +36,12 @@ class Threads:
         name: what messages call the step.
         program: the program.
         plan: its instructions.
+        link: the thread for the link list.
     """
 
-    def __init__(self, name: str, program: Program, plan: Plan) -> None:
+    def __init__(self, name: str, program: Program, plan: Plan, link: Workers) -> None:
         self._name, self._program, self._plan = name, program, plan
-        self._link = link_workers()
+        self._link = link
 
     def launch(self, tables: Sequence[dict[int, Bundle]], watch: Hook | None = None) -> None:
         """Launches a step.
@@ -75,15 +76,14 @@ class Threads:
                 task = self._link.submit(
                     functools.partial(run, link, tables[LINK], to_link, to_compute, watch)
                 )
-                run(compute, tables[COMPUTE], to_compute, to_link, watch)
-        except Stopped:
-            pass  # the link thread's error is the one to raise
+                # Where the link thread has failed, its error is the one to raise.
+                with contextlib.suppress(Stopped):
+                    run(compute, tables[COMPUTE], to_compute, to_link, watch)
+            task.result()
         except BaseException:
             if task is not None:
                 task.wait()
             raise
-        assert task is not None
-        task.result()
 
 
 def _all_of(hooks: Sequence[Hook]) -> Hook | None:

@@ -12,7 +12,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 PATIENCE_AT_EXIT = 60.0
 """Seconds for which the end of the process waits for a call that is being made; what XLA runs cannot be broken off."""
@@ -49,10 +51,11 @@ class Task:
         """Keeps the call from being made; whether that was still possible."""
         return self._claim.acquire(blocking=False)
 
-    def wait(self) -> None:
-        """Waits until the call has ended; must not be cancelled."""
+    def wait(self) -> BaseException | None:
+        """Waits until the call has ended, and gives what it raised; must not be cancelled."""
         with self._over:
-            pass
+            error = self._error
+        return error
 
     @property
     def failed(self) -> bool:
@@ -65,9 +68,9 @@ class Task:
         Raises:
             BaseException: what the call raised.
         """
-        self.wait()
-        if self._error is not None:
-            raise self._error
+        error = self.wait()
+        if error is not None:
+            raise error
         return self._result
 
 
@@ -95,6 +98,17 @@ class Workers:
         task = Task(call)
         self._tasks.put(task)
         return task
+
+    def call(self, call: Callable[[], T]) -> T:
+        """Makes a call in a worker and waits for what it gives. Where the wait is broken off, the call is over or never made."""
+        task = Task(call)
+        try:
+            self._tasks.put(task)
+            return task.result()
+        except BaseException:
+            if not task.cancel():
+                task.wait()
+            raise
 
 
 _busy: list[threading.Lock] = []

@@ -30,6 +30,7 @@ from ratrain_jax.runtime.executables import WORKERS, shared_library
 from ratrain_jax.runtime.groups import Group, make_groups
 from ratrain_jax.runtime.instructions import COMPUTE, LINK
 from ratrain_jax.runtime.nans import nan_check
+from ratrain_jax.runtime.workers import Task
 from tests.training import differing
 
 ROOT = Path(__file__).parents[2]
@@ -363,6 +364,33 @@ def test_a_ctrl_c_that_comes_before_the_other_thread_can_be_told(compiled, monke
     assert losses(compiled, state) == losses(compiled, make_state())
 
 
+def test_a_ctrl_c_that_comes_while_the_other_thread_still_launches(compiled, monkeypatch):
+    (state, _), over = compiled(make_state(), make_batch()), []
+    last = compiled._plan.threads[LINK][-1]
+    execute, launch = last.execute, compiled._threads.launch
+
+    def slow(bundles):
+        time.sleep(0.3)
+        over.append(True)
+        return execute(bundles)
+
+    def interrupted(task):
+        raise KeyboardInterrupt
+
+    def launch_interrupted(tables, watch):
+        with monkeypatch.context() as patch:
+            patch.setattr(last, "execute", slow)
+            patch.setattr(Task, "result", interrupted)
+            launch(tables, watch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled._threads, "launch", launch_interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            compiled(state, make_batch())
+        assert over
+    assert_says_truly(compiled, caught.value, state)
+
+
 def test_what_an_op_made_is_looked_at_before_another_may_use_it_up():
     """JAX 0.10 ends the process where it is asked whether a used-up array is ready."""
     seen = []
@@ -376,7 +404,7 @@ def test_what_an_op_made_is_looked_at_before_another_may_use_it_up():
     assert seen == ["seen", "handed"]
 
 
-@pytest.mark.parametrize("stride", [31, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_ctrl_c_at_any_line_of_a_step(compiled, stride):
     expected = losses(compiled, make_state())
     interrupt_everywhere(compiled, lambda state: compiled(state, make_batch()), expected, stride)

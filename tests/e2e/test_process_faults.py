@@ -196,3 +196,61 @@ def test_a_stage_launches_its_step_without_waiting_for_the_others(run, tmp_path)
     for one in run(AHEAD.replace("sys.argv[1]", repr(str(tmp_path / "told")))):
         said = one.wait()
         assert one.code == 0, said
+
+
+# The last layer's view cannot be gathered before the second process hears that the first one's next step has begun.
+OWN_VIEW = """
+import os, pathlib, time
+from ratrain_jax.lowering.program import Forward, PrefetchView
+
+told = pathlib.Path(sys.argv[1])
+
+@rt.train_step(stages=1, data_parallel=2, microbatches=1)
+def step(params, batch):
+    def loss_fn(params):
+        x = batch["x"]
+        for name in sorted(params):
+            x = jax.numpy.tanh(x @ params[name]["kernel"] * params[name]["scale"])
+        return (x ** 2).mean()
+    loss, grads = rt.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
+
+params = {
+    f"layer_{n}": {"kernel": np.eye(64, dtype=np.float32), "scale": np.float32(1.1)}
+    for n in range(6)
+}
+batch = {"x": np.ones((8, 64), np.float32)}
+compiled = step.lower(params, batch).compile(progress=False)
+(last,) = [
+    i for i in compiled._plan.threads[1] if isinstance(i.op, PrefetchView) and i.op.layer == 5
+]
+gather, launch = last.execute, compiled._threads.launch
+
+def late(bundles):
+    while me == 1 and not told.exists():
+        time.sleep(0.01)
+    return gather(bundles)
+
+def watch(instruction, made):
+    if isinstance(instruction.op, Forward) and instruction.op.layers[0] == 0:
+        end = time.monotonic() + 60
+        while not all(array.is_ready() for array in made[0]):
+            if time.monotonic() > end:
+                print("the first Forward waits for the last view", flush=True)
+                os._exit(1)
+            time.sleep(0.01)
+        told.touch()
+
+last.execute = late
+params, _ = compiled(params, batch)
+if me == 0:
+    compiled._threads.launch = lambda tables, _: launch(tables, watch)
+params, metrics = compiled(params, batch)
+assert float(metrics["loss"]) > 0
+"""
+
+
+def test_a_forward_waits_for_its_own_view_alone(run, tmp_path):
+    for one in run(OWN_VIEW.replace("sys.argv[1]", repr(str(tmp_path / "told")))):
+        said = one.wait()
+        assert one.code == 0, said
