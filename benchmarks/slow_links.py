@@ -32,7 +32,7 @@ def measure(links: Network, options: argparse.Namespace) -> list[Result]:
     """Measures all cases."""
     results: list[Result] = []
     with Team(links, options.threads) as team:
-        bench = Bench(links, team, rounds=2 if options.quick else 3)
+        bench = Bench(links, team)
         for case in QUICK if options.quick else (*DATA_PARALLEL, *PIPELINES):
             shares = (0.5,) if options.quick else None
             results += bench.results(case, shares, traced=case in ABLATED)

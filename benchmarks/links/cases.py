@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-LAYERS, WIDTH, ROWS = 8, 192, 4
-"""Of the model, and rows of a microbatch on each rank."""
+LAYERS, WIDTH = 8, 192
+"""Of the model."""
 WINDOW = 16
 """Layers whose state work may be under way at once: all, so that views are gathered in the order in which they are wanted."""
 SHARES = (0.25, 0.5, 1.0)
@@ -64,9 +64,19 @@ class Case:
         }
 
     @property
+    def rows(self) -> int:
+        """Of a microbatch on each rank.
+
+        Computation must be long beside what cores do for a transfer, as it is where models are large; what they do for it
+        falls on each microbatch with `zero=2`, and on the whole step otherwise.
+        """
+        whole_step = self.stages == 1 and self.zero == 1
+        return max(12 // self.microbatches, 3) if whole_step else 8
+
+    @property
     def steps(self) -> int:
         """How many steps of a block are counted: long ones differ less."""
-        return {1: 4, 2: 3, 4: 2}.get(self.microbatches, 1)
+        return 4 if self.rows * self.microbatches <= 24 else 2 if self.microbatches <= 4 else 1
 
 
 DATA_PARALLEL = tuple(

@@ -13,7 +13,7 @@ from links.cases import BOUNDARY_SHARES, MOST, SHARES, Case, variants
 from links.network import Network
 from links.processes import Team
 
-ROUNDS = 3
+ROUNDS = 2
 """Blocks of each variant at each rate, in turn with the others'."""
 
 
@@ -93,7 +93,7 @@ class Bench:
         names = variants(case)
         self._network.limit(None)
         options = {name: case.options(name) for name in names}
-        seconds = self._ask("compile", options=options, clip=case.clip)
+        seconds = self._ask("compile", options=options, rows=case.rows, clip=case.clip)
         self._say(f"{case}: compiled in {seconds:.0f} s")
         self._check_losses(names)
         self._ask("profile", name=names[0], repetitions=1)
@@ -136,7 +136,7 @@ class Bench:
     def losses(self, case: Case, name: str, steps: int) -> list[float]:
         """Losses of the first steps of a variant, as this team computes them."""
         self._network.limit(None)
-        self._ask("compile", options={name: case.options(name)}, clip=case.clip)
+        self._ask("compile", options={name: case.options(name)}, rows=case.rows, clip=case.clip)
         return [self._ask("run", name=name, steps=0)["loss"] for _ in range(steps)]
 
     def picture(self, path: str, names: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import gpt_step
 import jax
 import optax
-from links.cases import LAYERS, ROWS, WIDTH, WINDOW
+from links.cases import LAYERS, WIDTH, WINDOW
 from links.seconds import compute_seconds, forward_seconds, ideal_seconds, moved, once
 
 import ratrain_jax as rt
@@ -28,20 +28,21 @@ class Steps:
         self._fresh: dict[bool, Any] = {}
         self._profile: Any = None
 
-    def compile(self, options: dict[str, dict[str, Any]], clip: bool) -> float:
+    def compile(self, options: dict[str, dict[str, Any]], rows: int, clip: bool) -> float:
         """Forgets all steps, and compiles others; gives the seconds.
 
         Args:
             options: of each, by name.
+            rows: of a microbatch on each rank.
             clip: whether the global norm is clipped.
         """
         start = time.perf_counter()
         self._compiled.clear()
         self._states.clear()
         for name, chosen in options.items():
-            rows = chosen["data_parallel"] * chosen["microbatches"] * ROWS
+            whole = chosen["data_parallel"] * chosen["microbatches"] * rows
             step = rt.train_step(window=rt.Window(layers=WINDOW), **chosen)(gpt_step.pipelined)
-            batch = self._batches[name] = gpt_step.make_batch(rows)
+            batch = self._batches[name] = gpt_step.make_batch(whole)
             state = self._states[name] = self._state(clip)
             self._compiled[name] = step.lower(state, batch).compile(progress=False)
         return time.perf_counter() - start

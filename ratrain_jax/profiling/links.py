@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,8 @@ from ratrain_jax.profiling.keys import moved_bytes
 from ratrain_jax.profiling.profile import Line
 from ratrain_jax.runtime.crossings import Crossing
 from ratrain_jax.runtime.groups import Group
-from ratrain_jax.runtime.processes import meet
+from ratrain_jax.runtime.processes import is_here, meet
+from ratrain_jax.runtime.serial import Taken, time_call
 
 SMALLEST = 4096
 """Bytes of the smallest array that is moved."""
@@ -38,6 +38,11 @@ class Moves:
 
     def __init__(self, program: Program, groups: Sequence[Group]) -> None:
         self._runs: dict[tuple[str, int], Run] = {}
+        first = [
+            device for group in groups[: 1 if groups[0].size > 1 else 2] for device in group.devices
+        ]
+        between = len({device.process_index for device in first}) > 1
+        self._waits = [device for device in first if is_here(device)] if between else ()
         if len(groups) > 1:
             for count in _sizes(program, Send):
                 self._runs["Send", count] = _send(groups[0], groups[1], count)
@@ -47,20 +52,18 @@ class Moves:
             for count in _sizes(program, PrefetchView):
                 self._runs["PrefetchView", count] = _gather(groups[0], count)
 
-    def sample(self) -> dict[tuple[str, int], float]:
-        """Moves each size once, after once to warm up; gives the seconds of each kind and size."""
+    def sample(self) -> dict[tuple[str, int], Taken]:
+        """Moves each size once, after once to warm up; gives what each kind and size took."""
         found = {}
         for what, run in self._runs.items():
             for _ in range(2):
                 meet()
-                start = time.perf_counter()
-                jax.block_until_ready(run())
-                found[what] = time.perf_counter() - start
+                _, found[what] = time_call(run, waits=self._waits)
         return found
 
 
 def lines(
-    samples: Sequence[Mapping[tuple[str, int], float]], devices: int, wait: float
+    samples: Sequence[Mapping[tuple[str, int], Taken]], devices: int, wait: float
 ) -> tuple[Line, ...]:
     """The line of each kind.
 
@@ -70,19 +73,24 @@ def lines(
         wait: seconds that each move took to be seen to have ended.
     """
     points: dict[str, list[tuple[int, float]]] = {}
+    shares: dict[str, list[float]] = {}
     for kind, count in sorted(samples[0]):
-        taken = statistics.median(sample[kind, count] for sample in samples)
+        taken = statistics.median(sample[kind, count].total for sample in samples)
         points.setdefault(kind, []).append((count, max(taken - wait, 0.0)))
-    return tuple(fit(kind, devices, found) for kind, found in points.items())
+        shares.setdefault(kind, []).extend(sample[kind, count].share for sample in samples)
+    return tuple(
+        fit(kind, devices, found, statistics.median(shares[kind])) for kind, found in points.items()
+    )
 
 
-def fit(kind: str, devices: int, points: Sequence[tuple[int, float]]) -> Line:
+def fit(kind: str, devices: int, points: Sequence[tuple[int, float]], share: float = 1.0) -> Line:
     """The line through some points whose errors, as shares of the seconds, have the least squares.
 
     Args:
         kind: of the line.
         devices: of the line.
         points: bytes and seconds of each.
+        share: of the line.
 
     Example:
         >>> fit("Send", 1, [(1000, 3e-6), (3000, 5e-6)]).latency
@@ -97,7 +105,8 @@ def fit(kind: str, devices: int, points: Sequence[tuple[int, float]]) -> Line:
         latency, slope = 0.0, 1 / np.mean(counts / seconds)
     if slope * _FASTEST < 1:
         latency, slope = float(np.median(seconds)), 1 / _FASTEST
-    return Line(kind, devices, float(f"{latency:.6g}"), float(f"{1 / slope:.6g}"), tuple(points))
+    bandwidth = float(f"{1 / slope:.6g}")
+    return Line(kind, devices, float(f"{latency:.6g}"), bandwidth, tuple(points), share)
 
 
 def _sizes(program: Program, kind: type[Op]) -> list[int]:

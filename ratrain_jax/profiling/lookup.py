@@ -61,6 +61,14 @@ class Lookup:
         found = self._find(key, op)
         return self._model.seconds(op) if found is None else found
 
+    def share(self, op: Op) -> float:
+        """Of a core, what each device of an op uses while it runs."""
+        key = key_of(op, self._program)
+        if key is None:
+            return 1.0
+        found = self._entries.get(key) or self._lines.get((key.kind, key.devices))
+        return 1.0 if found is None else found.share
+
     def launches(self) -> tuple[float, float]:
         """Seconds of the host to launch all ops that were measured, of the compute thread and of the link thread."""
         seconds = [0.0, 0.0]

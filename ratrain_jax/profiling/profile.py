@@ -38,6 +38,7 @@ class Measured:
         count: repetitions.
         spread: seconds between the first and the third quartile.
         launch: seconds of the host before those: its launching thread runs ahead, but uses a core meanwhile.
+        share: of a core, that each device uses meanwhile: less than all where an op between processes waits for the link.
     """
 
     kind: str
@@ -47,9 +48,10 @@ class Measured:
     count: int
     spread: float
     launch: float = 0.0
+    share: float = 1.0
 
     def __post_init__(self) -> None:
-        _at_least(self, devices=1, seconds=0, count=1, spread=0, launch=0)
+        _at_least(self, devices=1, seconds=0, count=1, spread=0, launch=0, share=0)
 
     @property
     def key(self) -> Key:
@@ -67,6 +69,7 @@ class Line:
         latency: seconds.
         bandwidth: bytes a second.
         points: bytes and seconds (medians) that were measured.
+        share: of a core, that each device uses meanwhile.
     """
 
     kind: str
@@ -74,9 +77,10 @@ class Line:
     latency: float
     bandwidth: float
     points: tuple[tuple[int, float], ...] = ()
+    share: float = 1.0
 
     def __post_init__(self) -> None:
-        _at_least(self, devices=1, latency=0, bandwidth=1)
+        _at_least(self, devices=1, latency=0, bandwidth=1, share=0)
 
     def seconds(self, count: int) -> float:
         """Seconds that moving `count` bytes takes."""
@@ -161,6 +165,16 @@ class Profile:
 
         return Lookup(self, program, machine).seconds
 
+    def shares(self, program: Program | Lowered) -> Callable[[Op], float]:
+        """Of a core, what each device of an op uses while it runs: all of it, but for ops that wait for other processes.
+
+        Args:
+            program: a lowered step, or its program.
+        """
+        from ratrain_jax.profiling.lookup import Lookup
+
+        return Lookup(self, program, "cpu").share
+
     def launches(self, program: Program | Lowered) -> tuple[float, float]:
         """Seconds of the host to launch the ops of a step that were measured: of its compute thread and its link thread.
 
@@ -205,17 +219,17 @@ class Profile:
     def _crowding(self, busy: float) -> float:
         return max(1.0, busy / self.cores) if self.platform == "cpu" else 1.0
 
-    def pace(self, devices: int) -> Callable[[int], float]:
+    def pace(self, devices: int) -> Callable[[float], float]:
         """By which factor every op takes longer while some run at once, each on `devices` devices.
 
         Args:
             devices: D, those of a group.
 
         Returns:
-            A function from how many ops run to the factor; that of one is 1.
+            A function from how many ops run, each counted by its share of a core, to the factor; that of one is 1.
         """
         alone = self.slowdown(devices)
-        return lambda running: self.slowdown(running * devices) / alone
+        return lambda running: self.slowdown(max(running, 1.0) * devices) / alone
 
     # Profiles as files, and several as one.
 

@@ -19,14 +19,14 @@ class Repetition:
     Attributes:
         ops: what every op took, by key.
         overhead: seconds to launch a program that does nothing, and to wait for it.
-        moves: seconds of transfers and collectives, by kind and bytes.
+        moves: what transfers and collectives took, by kind and bytes.
         slowdowns: by busy devices.
         others: cores that other processes than those of this run used meanwhile.
     """
 
     ops: dict[Key, list[Taken]]
     overhead: tuple[float, float]
-    moves: dict[tuple[str, int], float]
+    moves: dict[tuple[str, int], Taken]
     slowdowns: dict[int, float]
     others: float | None
 
@@ -48,11 +48,11 @@ def joined(found: Sequence[Repetition]) -> list[Repetition]:
 def _table(repetition: Repetition) -> dict[str, Any]:
     return {
         "ops": [
-            [*dataclasses.astuple(key), [[taken.launch, taken.total] for taken in samples]]
+            [*dataclasses.astuple(key), [dataclasses.astuple(taken) for taken in samples]]
             for key, samples in repetition.ops.items()
         ],
         "overhead": repetition.overhead,
-        "moves": [[*what, seconds] for what, seconds in repetition.moves.items()],
+        "moves": [[*what, dataclasses.astuple(taken)] for what, taken in repetition.moves.items()],
         "slowdowns": list(repetition.slowdowns.items()),
         "others": repetition.others,
     }
@@ -60,12 +60,13 @@ def _table(repetition: Repetition) -> dict[str, Any]:
 
 def _joined(tables: Sequence[dict[str, Any]]) -> Repetition:
     ops: dict[Key, list[Taken]] = {}
-    moves: dict[tuple[str, int], float] = {}
+    moves: dict[tuple[str, int], Taken] = {}
     for table in tables:
         for *key, samples in table["ops"]:
-            ops.setdefault(Key(*key), []).extend(Taken(*pair) for pair in samples)
-        for kind, count, seconds in table["moves"]:
-            moves[kind, count] = max(seconds, moves.get((kind, count), 0.0))
+            ops.setdefault(Key(*key), []).extend(Taken(*numbers) for numbers in samples)
+        for kind, count, numbers in table["moves"]:
+            found = Taken(*numbers), moves.get((kind, count), Taken())
+            moves[kind, count] = max(found, key=lambda taken: taken.total)
     first = tables[0]
     return Repetition(
         ops,

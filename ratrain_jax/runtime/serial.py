@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -12,7 +13,7 @@ from ratrain_jax.lowering.program import Free, Op, Program
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.instructions import Bundle, Execute, Plan
 from ratrain_jax.runtime.merge import launch_order
-from ratrain_jax.runtime.processes import meet
+from ratrain_jax.runtime.processes import is_here, meet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,10 +23,12 @@ class Taken:
     Attributes:
         launch: seconds until the call that launched it returned.
         total: seconds until all that it makes was there.
+        idle: seconds for which each of its devices here kept no core busy: it waited for other processes.
     """
 
     launch: float = 0.0
     total: float = 0.0
+    idle: float = 0.0
 
     @property
     def hidden(self) -> float:
@@ -37,22 +40,32 @@ class Taken:
         """Seconds of the op without a launch that it ran on behind."""
         return self.total - self.hidden
 
+    @property
+    def share(self) -> float:
+        """Of a core, what each device used while the op ran, without a launch that it ran on behind."""
+        return max(1 - self.idle / self.behind, 0.0) if self.behind > 0 else 1.0
 
-def time_call(execute: Execute, bundles: Sequence[Bundle]) -> tuple[Sequence[Bundle], Taken]:
+
+def time_call(
+    execute: Callable[..., Any], *args: Any, waits: Sequence[Any] = ()
+) -> tuple[Any, Taken]:
     """Runs what an op runs, and waits for it.
 
     Args:
         execute: what it runs.
-        bundles: on what.
+        *args: on what.
+        waits: its devices here, if it waits for other processes meanwhile.
 
     Returns:
         What it made, and what it took.
     """
-    start = time.perf_counter()
-    made = execute(bundles)
+    start, busy = time.perf_counter(), time.process_time()
+    made = execute(*args)
     launched = time.perf_counter()
     jax.block_until_ready(made)
-    return made, Taken(launched - start, time.perf_counter() - start)
+    total, busy = time.perf_counter() - start, time.process_time() - busy
+    idle = max(total - busy / len(waits), 0.0) if waits else 0.0
+    return made, Taken(launched - start, total, idle)
 
 
 class Serial:
@@ -88,10 +101,12 @@ class Serial:
                 self.table.pop(op.reads[0], None)
                 yield op, Taken()
                 continue
-            devices = (d for stage in op.stages for d in self.groups[stage].devices)
-            if len({device.process_index for device in devices}) > 1:
+            devices = [d for stage in op.stages for d in self.groups[stage].devices]
+            between = len({device.process_index for device in devices}) > 1
+            if between:
                 meet()
-            yield op, self._run(op) if self.has(op) else None
+            waits = [d for d in devices if is_here(d)] if between else ()
+            yield op, self._run(op, waits) if self.has(op) else None
 
     def has(self, op: Op) -> bool:
         """Whether this process takes part in an op."""
@@ -101,8 +116,8 @@ class Serial:
         """Whether this process gets what an op makes."""
         return self.has(op) and bool(self._here[id(op)].writes)
 
-    def _run(self, op: Op) -> Taken:
-        made, taken = time_call(*self.call(op))
+    def _run(self, op: Op, waits: Sequence[Any]) -> Taken:
+        made, taken = time_call(*self.call(op), waits=waits)
         self.table.update(zip(self._here[id(op)].writes, made, strict=True))
         for value in op.donates:
             self.table.pop(value, None)

@@ -1,9 +1,9 @@
 """Runs tasks whose devices share what they run on, such as the cores of one host: from event to event.
 
 Terms.
-    While some tasks run at once, each proceeds at 1 / *pace* of its speed; the pace depends on how many they are, whatever
-    they hold. So one clock serves all: it advances at 1 / pace of real time, and on it every task takes the seconds that
-    it takes alone.
+    While some tasks run at once, each proceeds at 1 / *pace* of its speed; the pace depends on how many they are, each
+    counted by its share of a core, whatever they hold. So one clock serves all: it advances at 1 / pace of real time, and on
+    it every task takes the seconds that it takes alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ratrain_jax.simulation.tasks import Run, Tasks
 from ratrain_jax.simulation.waiting import CycleError, edges, find_cycle
 
 
-def run_shared(tasks: Tasks, pace: Callable[[int], float]) -> Run:
+def run_shared(tasks: Tasks, pace: Callable[[float], float]) -> Run:
     """Runs tasks to their end.
 
     Args:
         tasks: the tasks.
-        pace: by which factor every task takes longer while so many run at once.
+        pace: by which factor every task takes longer while so many run at once, counted by their shares.
 
     Returns:
         When each task ran.
@@ -53,8 +53,8 @@ class _Sharing:
         begun: how many tasks have started.
     """
 
-    def __init__(self, tasks: Tasks, pace: Callable[[int], float]) -> None:
-        self.seconds, self.pace = tasks.seconds, pace
+    def __init__(self, tasks: Tasks, pace: Callable[[float], float]) -> None:
+        self.seconds, self.shares, self.pace = tasks.seconds, tasks.shares, pace
         self.waits = edges(tasks)
         count = len(tasks)
         self.first = self.waits.by_source(count).tolist()
@@ -69,7 +69,7 @@ class _Sharing:
         for number in [n for n, count in enumerate(self.waiting) if count == 0]:
             self._begin(number)
         while self.running:
-            pace = self.pace(len(self.running))
+            pace = self.pace(sum(self.shares.get(task, 1) for _, task in self.running))
             clock, number = heapq.heappop(self.running)
             self.now += (clock - self.clock) * pace
             self.clock = clock

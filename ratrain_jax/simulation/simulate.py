@@ -87,6 +87,9 @@ def simulate(
             ran, carried = settle(made, found)
         else:
             # The threads that launch run ahead, and so keep no op waiting, but they use cores.
+            share = profile.shares(program)
+            found_shares = ((n, share(op)) for n, op in enumerate(made.ops))
+            made.tasks.shares.update((n, part) for n, part in found_shares if part < 1)
             for launching in profile.launches(simulated):
                 made.tasks.add(launching)
             ran, carried = settle(made, found, profile.pace(simulated.settings.data_parallel))

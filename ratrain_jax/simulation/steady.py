@@ -73,14 +73,14 @@ class Carried:
 
 
 def settle(
-    made: RepeatedTasks, machine: Machine, pace: Callable[[int], float] | None = None
+    made: RepeatedTasks, machine: Machine, pace: Callable[[float], float] | None = None
 ) -> tuple[Run, Carried | None]:
     """Runs a step as often as it takes to settle.
 
     Args:
         made: its tasks.
         machine: says which lanes of a device may work at once, and how much they slow each other down.
-        pace: instead, by which factor every task takes longer while so many run at once.
+        pace: instead, by which factor every task takes longer while so many run at once, counted by their shares.
 
     Returns:
         When the tasks of the settled step run, and what they wait for of the step before; None where that is nothing,
@@ -206,6 +206,8 @@ def chain(made: RepeatedTasks, count: int) -> Tasks:
             handed = sources.get(n, ()) if step else ()
             after = *(begin + a for a in some.after[n]), *(begin - length + a for a in handed)
             found.add_numbered(some.seconds[n], some.ports[n], after)
+            if n in some.shares:
+                found.shares[number] = some.shares[n]
             if n in some.behind:
                 found.behind[number] = tuple(begin + a for a in some.behind[n])
         for n in alone:
@@ -214,7 +216,9 @@ def chain(made: RepeatedTasks, count: int) -> Tasks:
     last, entry = (count - 1) * length, count * length - made.steps
     for n in range(made.steps, made.ends):
         after = tuple(a + (last if a < made.steps else entry) for a in some.after[n])
-        found.add_numbered(some.seconds[n], some.ports[n], after)
+        number = found.add_numbered(some.seconds[n], some.ports[n], after)
+        if n in some.shares:
+            found.shares[number] = some.shares[n]
     if some.rank is not None:
         most = int(some.rank.max()) + 1
         parts = [

@@ -47,6 +47,7 @@ class Tasks:
         ports: numbers of the ports that each holds: device × PORTS + port.
         after: tasks that must have ended before each may start.
         behind: tasks that must have started before each may start.
+        shares: of the tasks that keep only part of a core busy (see `ratrain_jax.simulation.sharing`), which part.
         rank: places in the queues of ports, one number a task, where they are not those of addition.
 
     Example:
@@ -60,6 +61,7 @@ class Tasks:
     ports: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     after: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     behind: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    shares: dict[int, float] = dataclasses.field(default_factory=dict)
     rank: np.ndarray | None = None
 
     def add(
