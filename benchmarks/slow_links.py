@@ -5,7 +5,8 @@ sudo python benchmarks/slow_links.py
 Two processes run in network namespaces. The link between them is limited so that the bytes of a step take a share of its
 compute seconds. The variants of a step run the very same executables, in turn, in blocks of steps that follow each other;
 medians are shown, and beside the ratios what the simulator says of links and cores without any overhead.
-Needs Linux, root and iproute2. Takes 3 minutes with --quick, and without, at the same speed, more than half an hour.
+Needs Linux, root and iproute2. Takes 3 minutes with --quick, and without, at the same speed, about an hour; with
+--keep FILE it writes down what it has measured, and goes on from there when it is started again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from links.cases import ABLATED, BASE, DATA_PARALLEL, FULL, PIPELINES, QUICK, Case
+from links.keep import Kept
 from links.measure import Bench, Result
 from links.network import Network, network
 from links.processes import Team
@@ -29,16 +31,18 @@ SAME = 1e-6
 
 
 def measure(links: Network, options: argparse.Namespace) -> list[Result]:
-    """Measures all cases."""
-    results: list[Result] = []
+    """Measures all cases that are not there already."""
+    kept = Kept(options.keep)
     with Team(links, options.threads) as team:
         bench = Bench(links, team)
         for case in QUICK if options.quick else (*DATA_PARALLEL, *PIPELINES):
+            if kept.has(case):
+                continue
             shares = (0.5,) if options.quick else None
-            results += bench.results(case, shares, traced=case in ABLATED)
+            kept.add(case, list(bench.results(case, shares, traced=case in ABLATED)))
             if options.docs and case == ABLATED[0]:
                 bench.picture(str(PICTURE), [BASE, FULL])
-    return results
+    return kept.results
 
 
 def check_both(links: Network) -> None:
@@ -72,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two cases at one rate")
     parser.add_argument("--threads", type=int, default=2, help="of XLA's pool in each process")
+    parser.add_argument("--keep", type=Path, help="file for what was measured")
     parser.add_argument("--docs", action="store_true", help="write the page and its picture")
     options = parser.parse_args()
     with network() as links:

@@ -1,5 +1,7 @@
 """What goes wrong in steps over several processes ends them all, with an error that says what it was."""
 
+import re
+
 import pytest
 
 from tests.blocks import read_blocks
@@ -142,6 +144,8 @@ print("traced", len(run.ops), kinds, stages, f"{run.seconds:.6f}", flush=True)
 print("census", me, census.stages[me].largest_difference < 0.02, flush=True)
 profile = rt.profile(compiled, w, x, repetitions=1, progress=False)
 print("profile", profile.missing(compiled.lowered), len(profile.measured), flush=True)
+alone = {m.share for m in profile.measured if m.kind != "Send"}
+print("alone", alone, [m.share for m in (*profile.measured, *profile.lines) if m.kind == "Send"])
 print("predicted", rt.simulate(compiled.lowered, "cpu", profile=profile).step_seconds, flush=True)
 """
 
@@ -155,12 +159,14 @@ def test_steps_of_several_processes_are_traced_and_profiled_as_one(run):
     def lines(text, word):
         return [line for line in text.splitlines() if line.startswith(word)]
 
-    for word in ("traced", "profile", "predicted"):
+    for word in ("traced", "profile", "alone", "predicted"):
         assert lines(said[0], word) == lines(said[1], word) != [], word
     assert (
         "SendActivation" in lines(said[0], "traced")[0] and "[0, 1]" in lines(said[0], "traced")[0]
     )
     assert "profile ()" in said[0]
+    shares = re.search(r"^alone \{1\.0\} \[(.*)\]$", said[0], re.MULTILINE)
+    assert shares and all(0 <= float(share) < 1 for share in shares[1].split(","))
     for number, text in enumerate(said):
         assert f"census {number} True" in text
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -17,14 +18,14 @@ from ratrain_jax.kernels import load_machine
 from ratrain_jax.lowering.build import build_program
 from ratrain_jax.lowering.jsonform import from_json, to_json
 from ratrain_jax.lowering.op_costs import OpCoster
-from ratrain_jax.lowering.program import Backward, Forward, Free, Recover, Send, Settings
+from ratrain_jax.lowering.program import Backward, Forward, Free, Lane, Recover, Send, Settings
 from ratrain_jax.profiling.calm import Others
 from ratrain_jax.profiling.keys import Key, key_of
 from ratrain_jax.profiling.links import fit
 from ratrain_jax.profiling.measure import measured
 from ratrain_jax.profiling.profile import FORM, Line, Measured, Profile
 from ratrain_jax.profiling.slowdown import slowdowns
-from ratrain_jax.runtime.serial import Taken
+from ratrain_jax.runtime.serial import Taken, time_call
 from ratrain_jax.simulation.engine import run
 from ratrain_jax.simulation.sharing import run_shared
 from ratrain_jax.simulation.tasks import Tasks
@@ -396,6 +397,29 @@ def test_work_is_done_at_the_pace_of_those_that_run(tasks, cores):
         assert done == pytest.approx(seconds, abs=1e-9)
 
 
+def test_a_task_that_waits_for_another_process_leaves_the_core_to_others():
+    tasks = Tasks()
+    sent, computed = tasks.add(1.0), tasks.add(2.0)
+    tasks.shares[sent] = 0.25
+    ran = run_shared(tasks, lambda running: max(running, 1.0))
+    assert ran.end[sent] == 1.25
+    assert ran.end[computed] == 2.25
+
+
+def test_ops_that_wait_for_links_hide_as_if_they_had_cores_of_their_own():
+    prog = program(Settings(1, 2, 1, recovery="none"))
+    seconds = lambda op: 1.0 if op.lane in (Lane.COMPUTE, Lane.LINK) else 0.0  # noqa: E731
+    whole = made_up(prog, seconds, cores=2)
+    links = {type(op).__name__ for op in prog.ops() if op.lane == Lane.LINK}
+    waiting = [
+        dataclasses.replace(m, share=0.0 if m.kind in links else 1.0) for m in whole.measured
+    ]
+    waits = dataclasses.replace(whole, measured=tuple(waiting))
+    free = rt.simulate(prog, "generic", seconds=seconds).step_seconds
+    assert rt.simulate(prog, "generic", profile=waits).step_seconds == pytest.approx(free)
+    assert rt.simulate(prog, "generic", profile=whole).step_seconds > 1.1 * free
+
+
 def test_a_cycle_is_told():
     tasks = Tasks()
     tasks.add(1.0, after=[1])
@@ -427,6 +451,15 @@ def test_medians_and_quartiles():
     assert (inline.seconds, inline.launch) == (2.25, 0.0)
     assert measured(key, [Taken(0.1, 0.1)], 0.25).seconds == 0
     assert slowdowns([{1: 1.0, 2: 1.5}, {1: 1.0, 2: 1.7}, {1: 1.0, 2: 4.0}]) == ((1, 1.0), (2, 1.7))
+
+
+def test_time_in_which_an_op_waits_for_other_processes_is_idle():
+    assert Taken(1.0, 5.0, 3.0).share == 0.25
+    assert Taken(1.0, 5.0).share == Taken().share == 1.0
+    device = object()
+    _, waited = time_call(time.sleep, 0.2, waits=[device])
+    _, alone = time_call(time.sleep, 0.2)
+    assert waited.share < 0.5 < alone.share == 1.0
 
 
 def test_what_others_do_is_not_what_this_process_does():
