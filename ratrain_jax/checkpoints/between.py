@@ -3,13 +3,11 @@
 Terms.
     A leaf is **common** if it is one array of all processes, each with what lies on its own devices: all name the same
     devices for it. Any other leaf each process has for itself, and process 0's is saved.
-    Of a common leaf that is cut, a **part** is what one device holds; several devices may hold the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,36 +17,8 @@ import numpy as np
 
 from ratrain_jax import compat
 from ratrain_jax.checkpoints.streams import Stream
+from ratrain_jax.runtime.parts import Part, data_of, parts_of
 from ratrain_jax.runtime.processes import elsewhere, exchange, is_here, make_global
-
-Index = tuple[slice, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a leaf.
-
-    Attributes:
-        index: which part of the whole, of random keys of their data.
-        shape: its own.
-        dtype: of its elements.
-        devices: that hold it, by process; the first speaks for it.
-    """
-
-    index: Index
-    shape: tuple[int, ...]
-    dtype: Any
-    devices: tuple[Any, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    @property
-    def holder(self) -> int:
-        """The process that gives it."""
-        return self.devices[0].process_index
 
 
 def common(leaves: Sequence[Any]) -> list[bool]:
@@ -72,31 +42,6 @@ def _place(leaf: Any) -> int:
         return 0
     devices = sorted(device.id for device in sharding.device_set)
     return zlib.crc32(repr(devices).encode()) or 1
-
-
-def parts_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> list[Part]:
-    """The parts of a common leaf, each once.
-
-    Args:
-        shape: of the leaf.
-        dtype: of its elements. Random keys are never cut; their part is all of their data.
-        sharding: of the leaf.
-    """
-    if compat.is_extended(dtype):
-        data = compat.key_data_type(jax.ShapeDtypeStruct(shape, dtype))
-        whole = tuple(slice(None) for _ in data.shape)
-        return [Part(whole, data.shape, data.dtype, _in_order(sharding.device_set))]
-    holders: dict[str, list[Any]] = {}
-    indices: dict[str, Index] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        holders.setdefault(repr(index), []).append(device)
-        indices[repr(index)] = index
-    part = sharding.shard_shape(shape)
-    return [Part(indices[n], part, dtype, _in_order(holders[n])) for n in sorted(indices)]
-
-
-def _in_order(devices: Any) -> tuple[Any, ...]:
-    return tuple(sorted(devices, key=lambda device: (device.process_index, device.id)))
 
 
 # To process 0.
@@ -138,7 +83,7 @@ def _pass_on(
     held = [(n, part) for n, mine in parts.items() for part in mine if part.holder == process]
     if jax.process_index() == process == 0:
         for n, part in held:
-            found[n][part.index] = _data(leaves[n], part)
+            found[n][part.index] = np.asarray(data_of(leaves[n], part))
         return
     if jax.process_index() not in (0, process) or not held:
         return
@@ -147,13 +92,7 @@ def _pass_on(
         if jax.process_index() == 0:
             found[n][part.index] = stream.receive(part.shape, part.dtype)
         else:
-            stream.send(_data(leaves[n], part))
-
-
-def _data(leaf: Any, part: Part) -> np.ndarray:
-    """A part, which is here, on the host."""
-    (data,) = (s.data for s in leaf.addressable_shards if s.device == part.devices[0])
-    return np.asarray(jax.random.key_data(data) if compat.is_extended(data.dtype) else data)
+            stream.send(np.asarray(data_of(leaves[n], part)))
 
 
 # From process 0.

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from ratrain_jax import compat
-from ratrain_jax.checkpoints.between import Wanted, collect, common, give_out, parts_of, put_common
+from ratrain_jax.checkpoints.between import Wanted, collect, common, give_out, put_common
 from ratrain_jax.checkpoints.leaves import describe, host_copy, place
 from ratrain_jax.checkpoints.manifest import Leaf
 from ratrain_jax.distributed.failures import named
+from ratrain_jax.runtime.parts import parts_of
 from ratrain_jax.runtime.processes import several
 from ratrain_jax.runtime.turns import in_turn
 from ratrain_jax.stacked_leaf import StackedLeaf, is_stacked_leaf

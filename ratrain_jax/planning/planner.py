@@ -65,8 +65,8 @@ def plan(
         margin: the part of the limit that is left free.
         backend: what computes products, as in `train_step`; the machine's own kernels where it has some, unless given.
         batch_argnums: which arguments are cut along axis 0; all but the first unless given.
-        include_simulated: whether to search what the runtime does not run as well: ZeRO-3, and the schedules
-            `interleaved` and `zb-h1`.
+        include_simulated: whether to search what the runtime does not run as well: tensor parallelism, ZeRO-3, and the
+            schedules `interleaved` and `zb-h1`.
         idle: the share of the devices that may stay idle. Unless given, all are used; where nothing that uses all of
             them fits, up to an eighth stays idle, and the plan says how many.
         **space: choices to search instead of all: `stages`, `rows`, `schedules`, `zeros`, `recoveries`,

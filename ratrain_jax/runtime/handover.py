@@ -26,8 +26,9 @@ from ratrain_jax.runtime.workers import Workers
 from ratrain_jax.tracing import Signature
 
 Move = Callable[[Bundle | None], Bundle | None]
-Ahead = tuple[tuple[Any, ...], Bundle | None]
+Ahead = tuple[tuple[weakref.ref[Any], ...], Bundle | None]
 """Made ahead: the leaves that it belongs to, and what lies on this process's devices."""
+_NOTHING: Ahead = ((), None)
 
 
 class Handover:
@@ -79,8 +80,8 @@ class Handover:
             for v in inputs
             if v.kind is Kind.REPLICATED and v.stage
         }
-        self._views: dict[tuple[int, int], Ahead] = {}
-        self._replicas: dict[int, Ahead] = {}
+        self._ahead: dict[int, Ahead] = {}
+        self._inputs_of = {_role(v): v.id for v in inputs}
 
     def _make_reshapers(self, link: Workers) -> dict[int, tuple[list[int], Reshaper]]:
         """For each stage: the leaves that live there, and their reshapes."""
@@ -112,21 +113,25 @@ class Handover:
         """Whether a state is the one handed out, with all that was made ahead: no other process is asked for anything."""
         if not (self._trains and self._donate):
             return False
+        own = all(self._own.holds(n, state[n]) for n in self._places)
+        return own and all(
+            self._are_of(value, self._ahead.get(value.id, _NOTHING)[0], state)
+            for value in filter(_can_be_ahead, self._inputs)
+        )
+
+    def _are_of(self, value: Value, refs: Sequence[weakref.ref[Any]], state: Sequence[Any]) -> bool:
+        """Whether what was made ahead of a view or a replica belongs to the very leaves of a state."""
+        leaves = self._made_of(value)
+        return len(refs) == len(leaves) and all(
+            ref() is state[n] for ref, n in zip(refs, leaves, strict=True)
+        )
+
+    def _made_of(self, value: Value) -> Sequence[int]:
+        """The leaves that a view or a replica is made of."""
         update = self._code.update
-        if not all(self._own.holds(n, state[n]) for n in self._places):
-            return False
-        for value in self._inputs:
-            if value.kind is Kind.VIEW:
-                known = self._views.get((value.stage, value.layer or 0), ((), None))
-                leaves = update.layers[value.layer or 0].parameters
-            elif value.kind is Kind.REPLICATED and value.stage:
-                known = self._replicas.get(value.stage, ((), None))
-                leaves = update.replicated
-            else:
-                continue
-            if not _are(known[0], [state[n] for n in leaves]):
-                return False
-        return True
+        if value.layer is None:
+            return update.replicated
+        return update.layers[value.layer].parameters
 
     def _taken_in(self, state: Sequence[Any]) -> dict[int, Bundle]:
         entered = self._enter_leaves(state)
@@ -193,24 +198,23 @@ class Handover:
         self, value: Value, state: Sequence[Any], entered: dict[int, Any]
     ) -> Bundle | None:
         """State of no layer: each group has its own copy, kept from the last step if the leaves are the same."""
-        leaves = self._code.update.replicated
+        leaves = self._made_of(value)
         home = self._groups[0].is_here
         first = tuple(entered[n] for n in leaves) if home else None
         if value.stage == 0:
             return first
-        known = self._replicas.pop(value.stage, ((), None))
-        if _are(known[0], [state[n] for n in leaves]):
-            return known[1]
+        known, bundle = self._ahead.pop(value.id, _NOTHING)
+        if self._are_of(value, known, state):
+            return bundle
         return self._replicating[value.id](first)
 
     def _view(
         self, value: Value, layer: int, state: Sequence[Any], table: dict[int, Bundle]
     ) -> Bundle | None:
         """A layer's view: the prefetched one if the leaves are those handed out with it."""
-        update = self._code.update.layers[layer]
-        known, bundle = self._views.pop((value.stage, layer), ((), None))
         shards = table.get(self._shards[layer])
-        if not _are(known, [state[n] for n in update.parameters]):
+        known, bundle = self._ahead.pop(value.id, _NOTHING)
+        if not self._are_of(value, known, state):
             return self._gathers[value.id](shards)
         seen = self._in_place[value.id]
         if bundle is None or shards is None or not any(seen):
@@ -256,23 +260,20 @@ class Handover:
 
     def _keep_ahead(self, made: Mapping[int, Bundle], out: Mapping[int, Any]) -> None:
         """Remembers views and replicas for a next step that starts from these very arrays."""
-        update = self._code.update
-        for value in self._outputs:
-            bundle = made.get(value.id)
-            if value.kind is Kind.VIEW and value.layer is not None:
-                refs = tuple(weakref.ref(out[n]) for n in update.layers[value.layer].parameters)
-                self._views[value.stage, value.layer] = (refs, bundle)
-            elif value.kind is Kind.REPLICATED and value.stage > 0:
-                refs = tuple(weakref.ref(out[n]) for n in update.replicated)
-                self._replicas[value.stage] = (refs, bundle)
+        for value in filter(_can_be_ahead, self._outputs):
+            refs = tuple(weakref.ref(out[n]) for n in self._made_of(value))
+            self._ahead[self._inputs_of[_role(value)]] = (refs, made.get(value.id))
 
     def flat(self, results: Mapping[int, Any]) -> list[Any]:
         """The flat results of the user's step, from those of the opened step."""
         return self._stacks.leave(results)
 
 
-def _are(refs: Sequence[weakref.ref[Any]], leaves: Sequence[Any]) -> bool:
-    """Whether leaves are the very ones that are remembered."""
-    return len(refs) == len(leaves) and all(
-        ref() is leaf for ref, leaf in zip(refs, leaves, strict=True)
-    )
+def _can_be_ahead(value: Value) -> bool:
+    """Whether a value is made of leaves, for a step that starts from these very leaves."""
+    return value.kind is Kind.VIEW or (value.kind is Kind.REPLICATED and value.stage > 0)
+
+
+def _role(value: Value) -> tuple[Kind, int, int | None]:
+    """What a value is, as an input of a step or an output of the one before."""
+    return value.kind, value.stage, value.layer

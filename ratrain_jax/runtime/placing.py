@@ -14,6 +14,7 @@ import numpy as np
 
 from ratrain_jax import compat
 from ratrain_jax.runtime.groups import put_global
+from ratrain_jax.runtime.parts import data_of, parts_of
 from ratrain_jax.runtime.processes import (
     elsewhere,
     exchange,
@@ -90,34 +91,15 @@ def whole(leaf: Any) -> Any:
 
     All processes must take part, in the same order of leaves.
     """
-    return in_turn(lambda: _whole_keys(leaf) if compat.is_extended(leaf.dtype) else _whole(leaf))
+    return in_turn(lambda: _whole(leaf))
 
 
-def _whole(leaf: Any) -> np.ndarray:
-    found = np.empty(leaf.shape, leaf.dtype)
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    parts = {shard.device: shard.data for shard in leaf.addressable_shards}
-    for device, index in _one_holder_each(leaf):
-        part = parts.get(device, jax.ShapeDtypeStruct(shape, leaf.dtype))
-        (found[index],) = spread([part], device.process_index)
-    return found
-
-
-def _one_holder_each(leaf: Any) -> list[tuple[Any, Any]]:
-    """For each distinct part of a global array, the first device that has it, and the part's index."""
-    holders: dict[str, tuple[Any, Any]] = {}
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        known = holders.get(repr(index))
-        if known is None or device.id < known[0].id:
-            holders[repr(index)] = (device, index)
-    return [holders[name] for name in sorted(holders)]
-
-
-def _whole_keys(leaf: Any) -> Any:
-    """Keys are never cut: one process gives their data to all."""
-    impl = compat.key_implementation(leaf.dtype)
-    device = min(leaf.sharding.device_set, key=lambda device: device.id)
-    parts = [shard.data for shard in leaf.addressable_shards if shard.device == device]
-    given = jax.random.key_data(parts[0]) if parts else compat.key_data_type(leaf)
-    (data,) = spread([given], device.process_index)
-    return jax.random.wrap_key_data(data, impl=impl)
+def _whole(leaf: Any) -> Any:
+    is_key = compat.is_extended(leaf.dtype)
+    kind = compat.key_data_type(leaf) if is_key else leaf
+    found = np.empty(kind.shape, kind.dtype)
+    for part in parts_of(leaf.shape, leaf.dtype, leaf.sharding):
+        (found[part.index],) = spread([data_of(leaf, part)], part.holder)
+    if not is_key:
+        return found
+    return jax.random.wrap_key_data(found, impl=compat.key_implementation(leaf.dtype))
