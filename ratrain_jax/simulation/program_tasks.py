@@ -9,7 +9,7 @@ Terms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ratrain_jax.errors import SimulationError
 from ratrain_jax.lowering.mnemonics import op_label
@@ -27,7 +27,7 @@ from ratrain_jax.lowering.program import (
     Value,
 )
 from ratrain_jax.simulation.steady import RepeatedTasks
-from ratrain_jax.simulation.tasks import Hold, Port, Tasks
+from ratrain_jax.simulation.tasks import Hold, Port, Tasks, port_numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -86,13 +86,16 @@ def merged_order(program: Program) -> list[Op]:
         stage = waiting.pop()
         while place[stage] < len(lists[stage]):
             op = lists[stage][place[stage]]
-            others = [s for s in op.stages if s != stage]
-            if any(place[s] == len(lists[s]) or lists[s][place[s]] != op for s in others):
-                break
+            shared = op.stages
+            if len(shared) > 1:
+                others = [s for s in shared if s != stage]
+                if any(place[s] == len(lists[s]) or lists[s][place[s]] != op for s in others):
+                    break
+                for s in others:
+                    place[s] += 1
+                waiting.extend(others)
             merged.append(op)
-            for s in op.stages:
-                place[s] += 1
-            waiting.extend(others)
+            place[stage] += 1
     stuck = [stage for stage, ops in enumerate(lists) if place[stage] < len(ops)]
     if stuck:
         raise SimulationError(_cycle(lists, place, stuck[0]))
@@ -118,12 +121,12 @@ def _entry(ops: Sequence[Op]) -> list[Op]:
     """The ops of a step that each stage's first Forward waits for, with those Forwards, in order."""
     writer = {value: n for n, op in enumerate(ops) for value in op.writes}
     ahead: dict[int, list[int]] = {}
-    last: dict[Hold, int] = {}
+    last: dict[int, int] = {}
     wanted: list[int] = []
     entered: set[int] = set()
     for n, op in enumerate(ops):
-        held = holds(op)
-        ahead[n] = [last[hold] for hold in held if hold in last]
+        held = _ports(op)
+        ahead[n] = [last[port] for port in held if port in last]
         last.update(dict.fromkeys(held, n))
         if _enters(op) and op.stage not in entered:
             entered.add(op.stage)
@@ -151,6 +154,17 @@ def holds(op: Op) -> tuple[Hold, ...]:
     return ((op.stage, Port.COMPUTE),)
 
 
+def _ports(op: Op) -> tuple[int, ...]:
+    """The numbers of the ports that an op keeps busy; programs have few kinds of op on each stage, and very many ops."""
+    key = type(op), op.lane, op.stages
+    if key not in _known_ports:
+        _known_ports[key] = port_numbers(holds(op))
+    return _known_ports[key]
+
+
+_known_ports: dict[tuple[type[Op], Lane, tuple[int, ...]], tuple[int, ...]] = {}
+
+
 class _Builder:
     """Adds one op after another."""
 
@@ -174,14 +188,19 @@ class _Builder:
 
     def _add(self, op: Op) -> None:
         number = len(self.ops)
-        after = {self.writer[v] for v in (*op.reads, *op.waits) if v in self.writer}
+        writer, readers = self.writer, self.readers
+        after = {writer[v] for v in op.reads if v in writer}
+        after.update(writer[v] for v in op.waits if v in writer)
         for value in op.donates:
             # Its buffer is used anew, so whoever reads it must be through.
-            after.update(self.readers.get(value, ()))
-        self.tasks.add(self.seconds(op), holds(op), after)
+            after.update(readers.get(value, ()))
+        self.tasks.add_numbered(self.seconds(op), _ports(op), tuple(after))
         self.ops.append(op)
         for value in op.reads:
-            self.readers.setdefault(value, []).append(number)
+            if value in readers:
+                readers[value].append(number)
+            else:
+                readers[value] = [number]
 
     def handed(self) -> Iterator[tuple[int, int]]:
         """Of the newest step, the tasks that write what the next one begins with, each with those that read it first."""
@@ -203,8 +222,8 @@ class _Builder:
         settings = self.program.settings
         if not settings.update_prefetch:
             return
-        for stage in range(settings.stages):
-            openers, closers = self._chains(stage)
+        for tasks in self._state_tasks():
+            openers, closers = self._chains(tasks)
             held = [self._held(n) for n in openers]
             for k, opener in enumerate(openers):
                 needed = _closed_before(
@@ -214,14 +233,21 @@ class _Builder:
                 if 0 < needed <= len(ready):
                     self.tasks.behind[opener] = (ready[needed - 1],)
 
-    def _chains(self, stage: int) -> tuple[list[int], list[int]]:
-        """The tasks of a stage that open chains, and those that close them."""
+    def _state_tasks(self) -> Iterable[list[int]]:
+        """The tasks of state ops of the newest step, stage by stage."""
+        found: dict[int, list[int]] = {}
+        for n, op in enumerate(self.ops[self.first :], self.first):
+            if isinstance(op, (GradSync, UpdateShard, PrefetchView)):
+                found.setdefault(op.stage, []).append(n)
+        return found.values()
+
+    def _chains(self, tasks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of a stage's state ops, the tasks that open chains, and those that close them."""
         last = self.program.settings.microbatches - 1
         final: dict[int, int] = {}
         closers = []
-        for n, op in enumerate(self.ops[self.first :], self.first):
-            if op.stage != stage:
-                continue
+        for n in tasks:
+            op = self.ops[n]
             if isinstance(op, GradSync) and self._phase(op.layer) == 0:
                 if op.microbatch in (None, last):
                     final[op.layer] = n
