@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+TWO_BY_TWO = {"stages": 2, "data_parallel": 2, "microbatches": 2}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:

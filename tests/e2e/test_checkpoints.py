@@ -14,13 +14,12 @@ from ratrain_jax.errors import CheckpointError
 from tests.models.case import OPTIMIZERS
 from tests.models.gpt import GPT_CASE
 from tests.models.scanned import mlp_case, scanned_gpt, scanned_mlp
-from tests.training import differing, train
+from tests.training import TWO_BY_TWO, differing, train
 
 TIED = GPT_CASE
 SCANNED_MLP = mlp_case(4)
 SCANNED = scanned_gpt("scanned", width=8, lengths=(4,))
 OPTIMIZER = OPTIMIZERS["adamw"]()
-TWO_BY_TWO = {"stages": 2, "data_parallel": 2, "microbatches": 2}
 FOUR_STAGES = {"stages": 4, "microbatches": 2}
 ONE_DEVICE = {"stages": 1, "microbatches": 2}
 PLAIN: dict = {}

@@ -17,7 +17,7 @@ from tests.models.case import OPTIMIZERS, linen_case
 from tests.models.gpt import GPT, loss, make_batch
 from tests.models.llama import Llama
 from tests.models.scanned import mlp_case
-from tests.training import assert_close, differing, train
+from tests.training import TWO_BY_TWO, assert_close, differing, train
 
 SMALL = {"width": 8, "layers": 2, "heads": 2}
 
@@ -29,7 +29,6 @@ def text(name, model):
 CASE = text("small_llama", Llama(groups=1, hidden=24, **SMALL))
 TIED_CASE = text("small_gpt", GPT(**SMALL))
 ROUNDING = 5e-6  # of logits of size 1 to 3
-TWO_BY_TWO = {"stages": 2, "data_parallel": 2, "microbatches": 2}
 LAYOUTS = [{"stages": 3, "microbatches": 2}, {**TWO_BY_TWO, "zero": 2}]
 
 

@@ -13,11 +13,10 @@ import ratrain_jax as rt
 from ratrain_jax.errors import OptionError, StateError
 from tests.models.lstm import LSTM_CASE
 from tests.models.scanned import mlp_case, scanned_gpt, scanned_mlp
-from tests.training import differing, named_leaves, train
+from tests.training import TWO_BY_TWO, differing, named_leaves, train
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-4))
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
-TWO_BY_TWO = {"stages": 2, "data_parallel": 2, "microbatches": 2}
 STEPS = 4
 
 
