@@ -1,4 +1,4 @@
-"""Scripts for `tests/e2e/test_faults.py` to run in processes of their own: they train, and something goes wrong.
+"""Scripts for `tests/e2e/test_faults_*.py` to run in processes of their own: they train, and something goes wrong.
 
     python -m tests.faults NAME [ARGUMENTS]
 
