@@ -7,10 +7,7 @@ import optax
 import pytest
 
 import ratrain_jax as rt
-from ratrain_jax.errors import (
-    BatchError,
-    RandomKeyWarning,
-)
+from ratrain_jax.errors import BatchError, RandomKeyWarning
 from tests.dense import (
     ROWS,
     STEPS,

@@ -7,14 +7,9 @@ import jax
 import pytest
 
 import ratrain_jax as rt
-from ratrain_jax.errors import (
-    StepError,
-    VerificationError,
-)
+from ratrain_jax.errors import StepError, VerificationError
 from ratrain_jax.lowering import lower
-from ratrain_jax.lowering.program import (
-    Backward,
-)
+from ratrain_jax.lowering.program import Backward
 from tests.dense import decorated as decorated
 from tests.dense import layout as layout
 from tests.dense import make_batch, make_params, make_state, mean_square, sgd_step, stack

@@ -11,10 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import ratrain_jax as rt
-from ratrain_jax.errors import (
-    BatchError,
-    StateError,
-)
+from ratrain_jax.errors import BatchError, StateError
 from tests.dense import STEPS, WIDTH, make_batch, make_params, make_state, plain_of, sgd_step
 from tests.dense import decorated as decorated
 from tests.dense import layout as layout
