@@ -55,10 +55,10 @@ def differing(one: Any, other: Any) -> list[str]:
     ]
 
 
-def assert_close(ours: Any, theirs: Any, atol: float = 1e-6) -> None:
+def assert_close(ours: Any, theirs: Any, atol: float = 1e-6, rtol: float = 1e-5) -> None:
     """Asserts that two trees have the same shapes and dtypes, and values that differ by rounding in float32."""
     ours, theirs = named_leaves(ours), named_leaves(theirs)
     assert ours.keys() == theirs.keys()
     for name, leaf in ours.items():
         assert (leaf.shape, leaf.dtype) == (theirs[name].shape, theirs[name].dtype), name
-        np.testing.assert_allclose(leaf, theirs[name], rtol=1e-5, atol=atol, err_msg=name)
+        np.testing.assert_allclose(leaf, theirs[name], rtol=rtol, atol=atol, err_msg=name)
