@@ -14,6 +14,8 @@ SHARES = (0.25, 0.5, 1.0)
 
 A step with `zero=2` has a reduce-scatter for each microbatch, so that its link is busy for (m + 1) / 2 as long.
 """
+CLIPPED_FROM = 1e3
+"""Global norm from which gradients are clipped: not reached, as in most steps of a run that trains well."""
 BOUNDARY_SHARES = (0.1, 0.25, 0.5)
 """Seconds of a transfer between stages, as shares of a stage's forward of a microbatch."""
 

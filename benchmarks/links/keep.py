@@ -27,10 +27,9 @@ class Kept:
                 case, rows = json.loads(line)
                 self._found[Case(**case)] = [_result(row) for row in rows]
 
-    @property
-    def results(self) -> list[Result]:
-        """All, in the order in which they were measured."""
-        return [result for results in self._found.values() for result in results]
+    def results(self, cases: Sequence[Case]) -> list[Result]:
+        """All of some cases, in their order."""
+        return [result for case in cases for result in self._found.get(case, ())]
 
     def has(self, case: Case) -> bool:
         """Whether a case was measured."""

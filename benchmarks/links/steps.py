@@ -11,7 +11,7 @@ from typing import Any
 import gpt_step
 import jax
 import optax
-from links.cases import LAYERS, WIDTH, WINDOW
+from links.cases import CLIPPED_FROM, LAYERS, WIDTH, WINDOW
 from links.seconds import compute_seconds, forward_seconds, ideal_seconds, moved, once
 
 import ratrain_jax as rt
@@ -50,7 +50,7 @@ class Steps:
     def _state(self, clip: bool) -> Any:
         if clip not in self._fresh:
             adam = optax.adamw(1e-3)
-            optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam) if clip else adam
+            optimizer = optax.chain(optax.clip_by_global_norm(CLIPPED_FROM), adam) if clip else adam
             self._fresh[clip] = gpt_step.make_state(LAYERS, WIDTH, optimizer)
         return self._fresh[clip]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -32,6 +31,7 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
     if piped:
         made["pipeline"] = _pipeline(piped)
     made["predictions"] = _predictions(results)
+    made["aims"] = _aims(results)
     return made
 
 
@@ -104,15 +104,30 @@ def _pipeline(results: Sequence[Result]) -> str:
 def _named(results: Sequence[Result]) -> Iterator[tuple[str, Measured]]:
     for r in results:
         for name, one in r.variants.items():
-            yield f"{r.case}, {r.share:g}, {name}", one
+            yield f"{_of(r)}, {name}", one
+
+
+def _of(result: Result) -> str:
+    """A case on a link, in words."""
+    case = result.case
+    ways = (f"zero={case.zero}",) if case.stages == 1 else (f"{case.stages} stages",)
+    clipped = ("clipped",) if case.clip else ()
+    return ", ".join((*ways, f"m={case.microbatches}", *clipped, f"{result.share:g}"))
 
 
 def _predictions(results: Sequence[Result]) -> str:
     errors = {name: one.predicted / one.seconds - 1 for name, one in _named(results)}
-    large = [name for name, error in errors.items() if abs(error) > OFF]
-    mean = statistics.mean(map(abs, errors.values()))
-    said = f"{len(errors)} steps predicted: mean error {mean:.1%}, {len(large)} over {OFF:.0%}"
-    return "\n".join([said, *(f"- {errors[name]:+.1%} {name}" for name in large)])
+    large = [error for error in errors.values() if abs(error) > OFF]
+    mean, middle = statistics.mean(map(abs, errors.values())), statistics.median(errors.values())
+    return f"{len(errors)} steps predicted: mean error {mean:.1%}, {len(large)} over {OFF:.0%}; the median is {middle:+.1%}."
+
+
+def _aims(results: Sequence[Result]) -> str:
+    found = list(promises(results))
+    missed = [f"- {what}" for held, what in found if not held]
+    return "\n".join(
+        [f"{len(found) - len(missed)} of {len(found)} are reached; not these:", "", *missed]
+    )
 
 
 def promises(results: Sequence[Result]) -> Iterator[tuple[bool, str]]:
@@ -126,12 +141,11 @@ def promises(results: Sequence[Result]) -> Iterator[tuple[bool, str]]:
         found = [r.ratio(FULL, BASE) for r in flat if r.case == case]
         if found:
             best = max(found)
-            yield best >= least, f"{case}: {best:.2f} at its best rate, at least {least}"
-    for r, name in itertools.product(flat, (FULL, "deferred")):
-        if name not in r.variants:
-            continue
-        where = f"{r.case}, {r.share:g}, {name}"
-        ratio, share = r.ratio(name, BASE), r.gain_share(name, BASE)
+            named = f"zero={case.zero}, m={case.microbatches}"
+            yield best >= least, f"{named}: {best:.2f} at its best rate, at least {least}"
+    for r in flat:
+        where = f"{_of(r)}, {FULL}"
+        ratio, share = r.ratio(FULL, BASE), r.gain_share(FULL, BASE)
         yield ratio >= SLOWER, f"{where}: not slower by more than {1 - SLOWER:.0%} ({ratio:.3f})"
         yield share >= SHARE_OF_GAIN, f"{where}: {share:.2f} of the gain that could be had"
     for name, one in _named(results):
