@@ -1,4 +1,4 @@
-"""Commands of `ratrain`, run in this process, with a small model's `config.json` and a module with a step for them.
+"""Commands of `ratrain` run in this process, and what they are given: small models, a text, and a module with a step.
 
 A module that asks for a fixture imports it `as` itself, so that the linter sees that it is wanted.
 """
@@ -10,6 +10,18 @@ import pytest
 
 from ratrain_jax import cli
 
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+"""The `config.json` of a model that is quick to train."""
+TEXT = "the quick brown fox jumps over the lazy dog. " * 40
+"""What it learns."""
 SMALL = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -19,6 +31,7 @@ SMALL = {
     "vocab_size": 256,
     "max_position_embeddings": 64,
 }
+"""The `config.json` of a model to plan for."""
 OPTIONS = ["--machine", "a100", "--clusters", "2", "--global-batch", "4", "--sequence", "32"]
 STEP = """
     import jax, jax.numpy as jnp, ratrain_jax as rt

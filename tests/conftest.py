@@ -24,6 +24,10 @@ if version("jaxlib").startswith("0.10."):  # an unknown setting ends the process
 END_TO_END = Path(__file__).parent / "e2e"
 QUICK = os.environ.get("RATRAIN_TEST_OPTIMIZED") != "1"
 
+# An assert of a helper that fails shows as much as one of a test.
+HELPERS = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "conftest"}
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in sorted(HELPERS)))
+
 if "jax" in sys.modules:
     raise pytest.UsageError("JAX was imported before tests/conftest.py could set its CPU devices.")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -16,19 +16,14 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-WIDTH, LAYERS, BATCH = 16, 8, 16
+from tests.programs import LAYERS, chain  # noqa: E402
+
+WIDTH, BATCH = 16, 16
 
 
 def loss(params, batch):
     """A chain of layers with a skip, a tied matrix, and auxiliary values of every kind."""
-    x = skipped = jnp.tanh(batch["x"] @ params["l0"])
-    for n in range(1, LAYERS - 1):
-        x = rt.layer(x, f"l{n}")
-        x = jnp.tanh(x @ params[f"l{n}"]["w"] + params[f"l{n}"]["b"])
-        if n == 4:
-            x = x + skipped
-    x = rt.layer(x, f"l{LAYERS - 1}")
-    y = (x * params["l7"]) @ params["l0"].T
+    x, y = chain(params, batch["x"])
     aux = {"size": jnp.mean(x), "rows": jnp.sum(y, 1), "count": jnp.sum(y > 0)}
     return jnp.mean((y - batch["y"]) ** 2), aux
 

@@ -1,4 +1,7 @@
-"""Several processes of one run, for tests."""
+"""Several processes of one run, for tests.
+
+A module that asks for the fixture imports it `as` itself, so that the linter sees that it is wanted.
+"""
 
 import os
 import signal
@@ -8,11 +11,23 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LONG = 120
 """Seconds after which a test gives up; none should take as long."""
 BOUND = 30
 """Seconds after which all processes of a run have stopped when one was lost: what is promised."""
+QUICK = " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
+"""The `XLA_FLAGS` of the tests, without how many devices there are."""
+
+
+@pytest.fixture
+def script(request, tmp_path):
+    """The file of the test module's `SCRIPT`."""
+    path = tmp_path / "script.py"
+    path.write_text(request.module.SCRIPT)
+    return path
 
 
 def free_port():

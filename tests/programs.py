@@ -28,15 +28,20 @@ LAYERS = 8
 WIDTH = 4
 
 
-def _loss(params, batch):
-    x = skipped = jnp.tanh(batch["x"] @ params["l0"])
+def chain(params, x):
+    """What the last layer takes, and what the network makes of it; of parameters of any width."""
+    x = skipped = jnp.tanh(x @ params["l0"])
     for n in range(1, LAYERS - 1):
         x = rt.layer(x, f"l{n}")
         x = jnp.tanh(x @ params[f"l{n}"]["w"] + params[f"l{n}"]["b"])
         if n == 4:
             x = x + skipped
     x = rt.layer(x, f"l{LAYERS - 1}")
-    y = (x * params["l7"]) @ params["l0"].T
+    return x, (x * params["l7"]) @ params["l0"].T
+
+
+def _loss(params, batch):
+    x, y = chain(params, batch["x"])
     return jnp.mean((y - batch["y"]) ** 2), {"size": jnp.mean(x)}
 
 

@@ -91,7 +91,14 @@ programs = st.builds(
     _names,
 )
 
-__all__ = ["Op", "ops", "programs", "records"]
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+"""Small values of any kind that JSON has."""
+
+__all__ = ["Op", "json_values", "ops", "programs", "records"]
 
 
 @st.composite

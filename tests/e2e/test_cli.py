@@ -9,19 +9,10 @@ from pathlib import Path
 import pytest
 
 import ratrain_jax as rt
+from tests.commands import CONFIG, TEXT
 
 ROOT = Path(__file__).parents[2]
 STEP = "examples/demo_step.py:train_step"
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
-TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
 
 def start(*arguments, code=0):

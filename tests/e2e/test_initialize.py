@@ -8,6 +8,7 @@ import pytest
 
 from ratrain_jax.distributed.failures import explained
 from tests.processes import end_all, environment, free_port, start, start_run
+from tests.processes import script as script
 
 WAITS = 3
 """Seconds until processes give up."""
@@ -45,13 +46,6 @@ try:
 except rt.errors.DistributedError as error:
     print(error)
 """
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
 
 
 @pytest.fixture

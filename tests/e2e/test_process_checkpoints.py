@@ -12,9 +12,7 @@ import pytest
 import ratrain_jax as rt
 from ratrain_jax.errors import CheckpointError
 from tests import saved_runs
-from tests.processes import BOUND, end_all, start, start_run
-
-QUICK = " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
+from tests.processes import BOUND, QUICK, end_all, start, start_run
 
 
 def flags(devices):

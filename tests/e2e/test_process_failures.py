@@ -8,6 +8,7 @@ import pytest
 
 from ratrain_jax.distributed import failures
 from tests.processes import BOUND, end_all, start, start_run
+from tests.processes import script as script
 
 # A process that beats: all gather, again and again, under the very errors that a step has.
 SCRIPT = """
@@ -39,13 +40,6 @@ with failures.named():
 """
 NAMED = "DistributedError: process {} (pid {} on "
 MEANING = "has ended; its own log says why. Restart all processes; training goes on from the last"
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
 
 
 @pytest.fixture

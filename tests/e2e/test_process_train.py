@@ -8,22 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import BOUND, end_all, free_port, start
+from tests.commands import CONFIG, TEXT
+from tests.processes import BOUND, QUICK, end_all, free_port, start
 
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
-TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 LAYOUT = ("--stages", 2, "--microbatches", 2, "--microbatch-size", 2, "--sequence", 16)
 STEPS = 6
-QUICK = " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
-"""Nobody says how many devices there are."""
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ratrain_jax.errors import ProgramFormatError
 from ratrain_jax.lowering.jsonform import FORMAT, VERSION, from_json, to_json
 from ratrain_jax.lowering.program import ArrayType, Forward, Kind, Program, Settings, Value
-from tests.strategies import programs
+from tests.strategies import json_values, programs
 
 SMALL = Program(
     Settings(1, 1, 1),
@@ -73,14 +73,7 @@ def test_any_text_is_a_program_or_a_format_error(text):
         from_json(text)
 
 
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=5,
-)
-
-
-@given(programs, _json, st.data())
+@given(programs, json_values, st.data())
 def test_a_damaged_table_is_a_program_or_a_format_error(program, junk, data):
     table = json.loads(to_json(program))
     spot, key = table, data.draw(st.sampled_from(sorted(table)))

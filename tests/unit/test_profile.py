@@ -31,7 +31,7 @@ from ratrain_jax.simulation.sharing import run_shared
 from ratrain_jax.simulation.tasks import Tasks
 from ratrain_jax.simulation.waiting import CycleError
 from tests.programs import step_code
-from tests.strategies import task_graphs
+from tests.strategies import json_values, task_graphs
 
 MACHINE = load_machine("generic")
 CODES = {}  # programs name their code, and something must hold it
@@ -165,20 +165,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         Profile.load(tmp_path / "bytes.json")
 
 
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=5,
-)
-
-
 @given(st.text() | st.sampled_from(["[" * 100_000, "1" * 5000, "{}", "[]"]))
 def test_any_text_is_a_profile_or_an_error(text):
     with pytest.raises(ProfileError):
         Profile.from_json(text)
 
 
-@given(profiles, _json, st.data())
+@given(profiles, json_values, st.data())
 def test_a_damaged_table_is_a_profile_or_an_error(profile, junk, data):
     table = json.loads(profile.to_json())
     spot, key = table, data.draw(st.sampled_from(sorted(table)))
