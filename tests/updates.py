@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState
 
 from ratrain_jax.losses import value_and_grad
 from ratrain_jax.lowering.graph import fingerprint
@@ -72,11 +71,6 @@ def train_step(state, batch):
     loss, grads = value_and_grad(loss_of)(state.params, batch)
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
     return state.apply_gradients(grads=grads), metrics
-
-
-def optax_case(tx):
-    state = TrainState.create(apply_fn=model, params=make_params(), tx=tx)
-    return case_of(train_step, state)
 
 
 def check_equal_layers(plan):

@@ -4,6 +4,7 @@ import jax
 import optax
 import optax.contrib
 import pytest
+from flax.training.train_state import TrainState
 
 from ratrain_jax.losses import value_and_grad
 from tests.updates import (
@@ -13,9 +14,15 @@ from tests.updates import (
     compare,
     loss_of,
     make_params,
-    optax_case,
+    model,
+    train_step,
     waits,
 )
+
+
+def optax_case(tx):
+    state = TrainState.create(apply_fn=model, params=make_params(), tx=tx)
+    return case_of(train_step, state)
 
 
 def decayed(params):
