@@ -12,12 +12,12 @@ Needs Linux, root and iproute2. Takes 3 minutes with --quick, and without, at th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from links.cases import ABLATED, BASE, DATA_PARALLEL, FULL, PIPELINES, QUICK, Case
 from links.keep import Kept
-from links.measure import Bench, Result
+from links.measure import Bench
 from links.network import Network, network
 from links.processes import Team
 from links.tables import tables
@@ -30,20 +30,21 @@ SAME = 1e-6
 """Relative difference of losses up to which two runs count as the same."""
 
 
-def measure(links: Network, options: argparse.Namespace) -> list[Result]:
+def measure(links: Network, options: argparse.Namespace, kept: Kept) -> None:
     """Measures all cases that are not there already."""
-    kept = Kept(options.keep)
-    cases = QUICK if options.quick else (*DATA_PARALLEL, *PIPELINES)
     with Team(links, options.threads) as team:
         bench = Bench(links, team)
-        for case in cases:
+        for case in _cases(options):
             if kept.has(case):
                 continue
             shares = (0.5,) if options.quick else None
             kept.add(case, list(bench.results(case, shares, traced=case in ABLATED)))
             if options.docs and case == ABLATED[0]:
                 bench.picture(str(PICTURE), [BASE, FULL])
-    return kept.results(cases)
+
+
+def _cases(options: argparse.Namespace) -> Sequence[Case]:
+    return QUICK if options.quick else (*DATA_PARALLEL, *PIPELINES)
 
 
 def check_both(links: Network) -> None:
@@ -77,17 +78,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two cases at one rate")
     parser.add_argument("--threads", type=int, default=2, help="of XLA's pool in each process")
-    parser.add_argument("--keep", type=Path, help="file for what was measured")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="file for what was measured")
+    parser.add_argument("--tables", action="store_true", help="only of what FILE has")
     parser.add_argument("--docs", action="store_true", help="write the page and its picture")
     options = parser.parse_args()
-    with network() as links:
-        results = measure(links, options)
-        made = tables(results)
-        for name, table in made.items():
-            print(f"{name}\n\n{table}\n", flush=True)
-        if options.docs:
-            write_page(made)
-        check_both(links)
+    kept = Kept(options.keep)
+    if not options.tables:
+        with network() as links:
+            check_both(links)
+            measure(links, options, kept)
+    made = tables(kept.results(_cases(options)))
+    for name, table in made.items():
+        print(f"{name}\n\n{table}\n")
+    if options.docs:
+        write_page(made)
 
 
 if __name__ == "__main__":
