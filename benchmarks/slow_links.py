@@ -44,7 +44,10 @@ def measure(links: Network, options: argparse.Namespace, kept: Kept) -> None:
 
 
 def _cases(options: argparse.Namespace) -> Sequence[Case]:
-    return QUICK if options.quick else (*DATA_PARALLEL, *PIPELINES)
+    if options.quick:
+        return QUICK
+    # The longest last.
+    return sorted((*DATA_PARALLEL, *PIPELINES), key=lambda case: case.clip)
 
 
 def check_both(links: Network) -> None:
