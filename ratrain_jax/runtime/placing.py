@@ -102,4 +102,6 @@ def _whole(leaf: Any) -> Any:
         (found[part.index],) = spread([data_of(leaf, part)], part.holder)
     if not is_key:
         return found
-    return jax.random.wrap_key_data(found, impl=compat.key_implementation(leaf.dtype))
+    return jax.random.wrap_key_data(
+        jax.numpy.asarray(found), impl=compat.key_implementation(leaf.dtype)
+    )

@@ -67,6 +67,12 @@ def refusal(words):
         case ["make", target]:
             known = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
             return None if known else f"there is no make {target}"
+        case ["sudo", "python", script, *rest]:
+            if not (ROOT / script).is_file():
+                return f"there is no {script}"
+            text = (ROOT / script).read_text()
+            unknown = [word for word in rest if f'"{word}"' not in text]
+            return f"{script} knows no {unknown}" if unknown else None
         case ["pip", "install", "."] | ["python"] | ["export", _]:
             return None
     return f"nothing checks {shlex.join(words)}"
@@ -87,6 +93,8 @@ def test_commands_in_blocks_and_in_sentences_exist(page):
         ("ratrain fly", "no command fly"),
         ("ratrain plan --fast", "has no {'--fast'}"),
         ("make tea", "no make tea"),
+        ("sudo python benchmarks/none.py", "no benchmarks/none.py"),
+        ("sudo python benchmarks/slow_links.py --fast", "knows no"),
         ("rm -r site", "nothing checks"),
     ],
 )
