@@ -94,6 +94,10 @@ def connect(place: Place, count: int) -> None:
 
     busy = {device.process_index for device in jax.devices()[:count]}
     if len(busy) < jax.process_count():
+        from ratrain_jax.runtime.processes import meet
+
+        # Else the first to refuse would end the others, while they still learn of each other's devices.
+        meet()
         raise OptionError(
             f"the step's {counted(count, 'device')} would lie in {len(busy)} of {counted(jax.process_count(), 'process')};"
             " start fewer processes, or give more --stages or --data-parallel."
