@@ -85,6 +85,10 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="only of what FILE has")
     parser.add_argument("--docs", action="store_true", help="write the page and its picture")
     options = parser.parse_args()
+    if options.quick and options.keep:
+        parser.error("--quick measures one rate of a case, and --keep would take it for all.")
+    if options.tables and not options.keep:
+        parser.error("--tables needs --keep FILE.")
     kept = Kept(options.keep)
     if not options.tables:
         with network() as links:

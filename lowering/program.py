@@ -152,6 +152,11 @@ class Value:
         """Bytes that it adds on each device of its group."""
         return sum(array.bytes for array in self.arrays) - self.aliased
 
+    @property
+    def role(self) -> tuple[Kind, int, int | None, str]:
+        """What it is from step to step: an output of one has the role of the next one's input."""
+        return self.kind, self.stage, self.layer, self.name
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerInfo:

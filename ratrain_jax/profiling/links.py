@@ -16,7 +16,7 @@ from ratrain_jax.profiling.keys import moved_bytes
 from ratrain_jax.profiling.profile import Line
 from ratrain_jax.runtime.crossings import Crossing
 from ratrain_jax.runtime.groups import Group
-from ratrain_jax.runtime.processes import is_here, meet
+from ratrain_jax.runtime.processes import meet, waiting
 from ratrain_jax.runtime.serial import Taken, time_call
 
 SMALLEST = 4096
@@ -38,11 +38,11 @@ class Moves:
 
     def __init__(self, program: Program, groups: Sequence[Group]) -> None:
         self._runs: dict[tuple[str, int], Run] = {}
-        first = [
-            device for group in groups[: 1 if groups[0].size > 1 else 2] for device in group.devices
-        ]
-        between = len({device.process_index for device in first}) > 1
-        self._waits = [device for device in first if is_here(device)] if between else ()
+        self._waits = {
+            "Send": waiting(device for group in groups[:2] for device in group.devices),
+            "GradSync": waiting(groups[0].devices),
+            "PrefetchView": waiting(groups[0].devices),
+        }
         if len(groups) > 1:
             for count in _sizes(program, Send):
                 self._runs["Send", count] = _send(groups[0], groups[1], count)
@@ -58,7 +58,7 @@ class Moves:
         for what, run in self._runs.items():
             for _ in range(2):
                 meet()
-                _, found[what] = time_call(run, waits=self._waits)
+                _, found[what] = time_call(run, waits=self._waits[what[0]])
         return found
 
 

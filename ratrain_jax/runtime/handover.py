@@ -81,7 +81,7 @@ class Handover:
             if v.kind is Kind.REPLICATED and v.stage
         }
         self._ahead: dict[int, Ahead] = {}
-        self._inputs_of = {_role(v): v.id for v in inputs}
+        self._inputs_of = {v.role: v.id for v in inputs}
 
     def _make_reshapers(self, link: Workers) -> dict[int, tuple[list[int], Reshaper]]:
         """For each stage: the leaves that live there, and their reshapes."""
@@ -262,7 +262,7 @@ class Handover:
         """Remembers views and replicas for a next step that starts from these very arrays."""
         for value in filter(_can_be_ahead, self._outputs):
             refs = tuple(weakref.ref(out[n]) for n in self._made_of(value))
-            self._ahead[self._inputs_of[_role(value)]] = (refs, made.get(value.id))
+            self._ahead[self._inputs_of[value.role]] = (refs, made.get(value.id))
 
     def flat(self, results: Mapping[int, Any]) -> list[Any]:
         """The flat results of the user's step, from those of the opened step."""
@@ -272,8 +272,3 @@ class Handover:
 def _can_be_ahead(value: Value) -> bool:
     """Whether a value is made of leaves, for a step that starts from these very leaves."""
     return value.kind is Kind.VIEW or (value.kind is Kind.REPLICATED and value.stage > 0)
-
-
-def _role(value: Value) -> tuple[Kind, int, int | None]:
-    """What a value is, as an input of a step or an output of the one before."""
-    return value.kind, value.stage, value.layer

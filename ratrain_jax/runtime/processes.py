@@ -15,7 +15,7 @@ import functools
 import socket
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,14 @@ def several() -> bool:
 def is_here(device: Any) -> bool:
     """Whether this process drives a device."""
     return device.process_index == jax.process_index()
+
+
+def waiting(devices: Iterable[Any]) -> list[Any]:
+    """Of devices that do something together, those that are here, if they wait for others elsewhere; else none."""
+    together = list(devices)
+    if len({device.process_index for device in together}) == 1:
+        return []
+    return [device for device in together if is_here(device)]
 
 
 @functools.cache

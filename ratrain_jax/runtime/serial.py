@@ -13,7 +13,7 @@ from ratrain_jax.lowering.program import Free, Op, Program
 from ratrain_jax.runtime.groups import Group
 from ratrain_jax.runtime.instructions import Bundle, Execute, Plan
 from ratrain_jax.runtime.merge import launch_order
-from ratrain_jax.runtime.processes import is_here, meet
+from ratrain_jax.runtime.processes import meet, waiting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,11 +102,9 @@ class Serial:
                 yield op, Taken()
                 continue
             devices = [d for stage in op.stages for d in self.groups[stage].devices]
-            between = len({device.process_index for device in devices}) > 1
-            if between:
+            if len({device.process_index for device in devices}) > 1:
                 meet()
-            waits = [d for d in devices if is_here(d)] if between else ()
-            yield op, self._run(op, waits) if self.has(op) else None
+            yield op, self._run(op, waiting(devices)) if self.has(op) else None
 
     def has(self, op: Op) -> bool:
         """Whether this process takes part in an op."""

@@ -69,7 +69,7 @@ class Reshaper:
 
     They use up what the step's last gathers still read, so they wait for all of these; launched by the thread that computes,
     they would keep the next step's first Forward, which wants one view only, waiting too. Arrays that lie whole on each
-    device are not gathered, but read by Forwards: these are reshaped at once.
+    device are not gathered, but read by Forwards: these are reshaped at once. A group of one device has nothing to reshape.
 
     Args:
         group: the devices.
@@ -86,9 +86,8 @@ class Reshaper:
         donate: bool = True,
         link: Workers | None = None,
     ) -> None:
-        self._group = group
         self._parts: list[tuple[list[int], _Reshapes, Callable[..., Bundle]]] = []
-        for are_cut in (False, True):
+        for are_cut in (False, True) if group.size > 1 else ():
             numbers = [n for n, axis in enumerate(axes) if (axis is not None) == are_cut]
             launch = functools.partial(behind, link) if are_cut and link is not None else _here
             if numbers:
@@ -105,7 +104,7 @@ class Reshaper:
 
     def _reshaped(self, arrays: Sequence[Any], chosen: Callable[[_Reshapes], Any]) -> Bundle:
         made = list(arrays)
-        for numbers, part, launch in self._parts if self._group.size > 1 else ():
+        for numbers, part, launch in self._parts:
             given = tuple(arrays[n] for n in numbers)
             results = launch(functools.partial(chosen(part), given))
             for n, array in zip(numbers, results, strict=True):

@@ -9,6 +9,7 @@ Terms.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ratrain_jax.errors import SimulationError
@@ -18,16 +19,16 @@ from ratrain_jax.lowering.program import (
     Forward,
     Free,
     GradSync,
+    Kind,
     Lane,
     Op,
     PrefetchView,
     Program,
     Send,
     UpdateShard,
-    Value,
 )
 from ratrain_jax.simulation.steady import RepeatedTasks
-from ratrain_jax.simulation.tasks import Hold, Port, Tasks, port_numbers
+from ratrain_jax.simulation.tasks import Port, Tasks, port_numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -125,7 +126,7 @@ def _entry(ops: Sequence[Op]) -> list[Op]:
     wanted: list[int] = []
     entered: set[int] = set()
     for n, op in enumerate(ops):
-        held = _ports(op)
+        held = _ports(type(op), op.stages)
         ahead[n] = [last[port] for port in held if port in last]
         last.update(dict.fromkeys(held, n))
         if _enters(op) and op.stage not in entered:
@@ -142,27 +143,18 @@ def _entry(ops: Sequence[Op]) -> list[Op]:
     return [ops[n] for n in sorted(found)]
 
 
-def holds(op: Op) -> tuple[Hold, ...]:
-    """The ports that an op keeps busy."""
-    if isinstance(op, Borrow):
+@functools.cache
+def _ports(kind: type[Op], stages: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of the ports that ops keep busy, whose kinds and stages are few."""
+    first, last = stages[0], stages[-1]
+    if issubclass(kind, Borrow):
         # The shards are sent over, then gathered among the borrower's devices.
-        return (op.stage, Port.SEND), (op.target, Port.SEND), (op.target, Port.RECEIVE)
-    if isinstance(op, Send):
-        return (op.stage, Port.SEND), (op.target, Port.RECEIVE)
-    if op.lane == Lane.LINK:
-        return tuple((stage, port) for stage in op.stages for port in (Port.SEND, Port.RECEIVE))
-    return ((op.stage, Port.COMPUTE),)
-
-
-def _ports(op: Op) -> tuple[int, ...]:
-    """The numbers of the ports that an op keeps busy; programs have few kinds of op on each stage, and very many ops."""
-    key = type(op), op.lane, op.stages
-    if key not in _known_ports:
-        _known_ports[key] = port_numbers(holds(op))
-    return _known_ports[key]
-
-
-_known_ports: dict[tuple[type[Op], Lane, tuple[int, ...]], tuple[int, ...]] = {}
+        return port_numbers([(first, Port.SEND), (last, Port.SEND), (last, Port.RECEIVE)])
+    if issubclass(kind, Send):
+        return port_numbers([(first, Port.SEND), (last, Port.RECEIVE)])
+    if kind.lane == Lane.LINK:
+        return port_numbers((s, port) for s in stages for port in (Port.SEND, Port.RECEIVE))
+    return port_numbers([(first, Port.COMPUTE)])
 
 
 class _Builder:
@@ -194,7 +186,7 @@ class _Builder:
         for value in op.donates:
             # Its buffer is used anew, so whoever reads it must be through.
             after.update(readers.get(value, ()))
-        self.tasks.add_numbered(self.seconds(op), _ports(op), tuple(after))
+        self.tasks.add_numbered(self.seconds(op), _ports(type(op), op.stages), tuple(after))
         self.ops.append(op)
         for value in op.reads:
             if value in readers:
@@ -213,8 +205,8 @@ class _Builder:
     def _handed(self) -> dict[int, int]:
         """The inputs that the newest step hands to the next, with the tasks that write them."""
         values = self.program.values
-        handed = {_role(values[v]): self.writer.get(v) for v in self.program.outputs}
-        found = {v: handed.get(_role(values[v])) for v in self.program.inputs}
+        handed = {values[v].role: self.writer.get(v) for v in self.program.outputs}
+        found = {v: handed.get(values[v].role) for v in self.program.inputs}
         return {v: source for v, source in found.items() if source is not None}
 
     def keep_windows(self) -> None:
@@ -269,16 +261,11 @@ class _Builder:
             (
                 values[v].bytes
                 for v in self.program.outputs
-                if values[v].layer == values[gradient].layer and _role(values[v])[0] == "view"
+                if values[v].layer == values[gradient].layer and values[v].kind is Kind.VIEW
             ),
             0,
         )
         return values[gradient].bytes + view
-
-
-def _role(value: Value) -> tuple[str, int | None, int, str]:
-    """What a value is, from step to step."""
-    return (str(value.kind), value.layer, value.stage, value.name)
 
 
 def _closed_before(held: Sequence[int], layers: int, limit: int | None) -> int:

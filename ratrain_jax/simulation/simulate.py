@@ -86,10 +86,9 @@ def simulate(
         if profile is None:
             ran, carried = settle(made, found)
         else:
-            # The threads that launch run ahead, and so keep no op waiting, but they use cores.
             share = profile.shares(program)
-            found_shares = ((n, share(op)) for n, op in enumerate(made.ops))
-            made.tasks.shares.update((n, part) for n, part in found_shares if part < 1)
+            made.tasks.shares.update(enumerate(map(share, made.ops)))
+            # The threads that launch run ahead, and so keep no op waiting, but they use cores.
             for launching in profile.launches(simulated):
                 made.tasks.add(launching)
             ran, carried = settle(made, found, profile.pace(simulated.settings.data_parallel))

@@ -47,7 +47,7 @@ class Tasks:
         ports: numbers of the ports that each holds: device × PORTS + port.
         after: tasks that must have ended before each may start.
         behind: tasks that must have started before each may start.
-        shares: of the tasks that keep only part of a core busy (see `ratrain_jax.simulation.sharing`), which part.
+        shares: of a core, that tasks use while they run (see `ratrain_jax.simulation.sharing`); all of it unless given.
         rank: places in the queues of ports, one number a task, where they are not those of addition.
 
     Example:

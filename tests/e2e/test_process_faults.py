@@ -171,6 +171,21 @@ def test_steps_of_several_processes_are_traced_and_profiled_as_one(run):
         assert f"census {number} True" in text
 
 
+WITHIN = """
+step, w = make(stages=2, data_parallel=2, microbatches=2), weights()
+profile = rt.profile(step.lower(w, x), w, x, repetitions=1, progress=False)
+whole = {line.kind for line in profile.lines if line.share == 1}
+print("whole", sorted(whole), sorted({line.kind for line in profile.lines} - whole), flush=True)
+"""
+
+
+def test_only_what_goes_between_processes_leaves_cores_to_others(run):
+    for one in run(WITHIN, XLA_FLAGS="--xla_force_host_platform_device_count=2"):
+        said = one.wait()
+        assert one.code == 0, said
+        assert "whole ['GradSync', 'PrefetchView'] ['Send']" in said
+
+
 def test_the_script_of_the_page_says_what_the_page_shows(tmp_path):
     page = (ROOT / "docs" / "howto" / "several-processes.md").read_text()
     hello = next(block for block in read_blocks(page) if block.title == "hello.py")
