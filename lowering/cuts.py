@@ -15,8 +15,10 @@ The rule.
     3. Open a coarse group into its children: cut between them as between groups, but only where it
        weighs no more than the heavier end of the group's layer, or, if that layer costs more than
        an even share, no more than the lightest such cut. Repeat with what is still coarse.
-    4. Join a layer of less than `TRIFLE` of an even share with the next one (the last with the one
-       before), while more than `stages` layers remain.
+    4. Join a layer of less than `TRIFLE` of an even share with the next one or, if that is a repeated
+       block, with the one before, while more than `stages` layers remain. A repeated block is one that
+       costs the same as its other neighbour: none is joined, for blocks that stay equal share their
+       executables.
 
 A layer is named after the group with which it begins.
 """
@@ -60,6 +62,14 @@ class Costs:
     def share(self) -> float:
         """Seconds of each stage of an even split."""
         return self.seconds[-1] / self.stages
+
+    def of(self, draft: _Draft) -> float:
+        """Seconds of a layer."""
+        return self.seconds[draft.end] - self.seconds[draft.start]
+
+    def trifle(self, draft: _Draft) -> bool:
+        """Whether a layer is too cheap to stand alone."""
+        return self.of(draft) < TRIFLE * self.share
 
     def coarse(self, start: int, end: int) -> bool:
         """Whether the equations between two places would make a coarse layer."""
@@ -303,11 +313,27 @@ def _limit(draft: _Draft, groups: Sequence[_Group], costs: Costs) -> float:
 def _join_trifles(drafts: list[_Draft], costs: Costs) -> list[_Draft]:
     number = 0
     while number < len(drafts) and len(drafts) > costs.stages:
-        draft = drafts[number]
-        if costs.seconds[draft.end] - costs.seconds[draft.start] >= TRIFLE * costs.share:
+        partner = _partner(drafts, number, costs) if costs.trifle(drafts[number]) else None
+        if partner is None:
             number += 1
-        elif number + 1 < len(drafts):
-            drafts = _join(drafts, number)
         else:
-            drafts = _join(drafts, number - 1)
+            number = min(number, partner)
+            drafts = _join(drafts, number)
     return drafts
+
+
+def _partner(drafts: Sequence[_Draft], number: int, costs: Costs) -> int | None:
+    """The neighbour with which a trifle is joined: the next, else the one before, unless they are repeated blocks."""
+    for step in (1, -1):
+        other, beyond = number + step, number + 2 * step
+        if 0 <= other < len(drafts) and not (
+            0 <= beyond < len(drafts) and _repeated(drafts[other], drafts[beyond], costs)
+        ):
+            return other
+    return None
+
+
+def _repeated(one: _Draft, two: _Draft, costs: Costs) -> bool:
+    """Whether two layers seem to be the same block; trifles are no blocks."""
+    alike = math.isclose(costs.of(one), costs.of(two), rel_tol=_ABOVE - 1)
+    return alike and not costs.trifle(one)

@@ -44,8 +44,7 @@ def gather(state: Any, device: Any = None) -> Any:
             return leaf
         if is_global(leaf):
             return jax.device_put(whole(leaf), target)
-        moved = jax.device_put(leaf, target)
         # The same buffer would be used up with the state.
-        return jnp.copy(moved) if leaf.sharding.device_set & moved.sharding.device_set else moved
+        return jax.device_put(leaf, target, may_alias=False)
 
     return in_turn(lambda: jax.tree.map(move, state, is_leaf=is_stacked_leaf))

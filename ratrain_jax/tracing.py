@@ -10,6 +10,7 @@ import jax
 
 from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, OptionError, StepError, UnsupportedError
+from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.lower import Trace
 from ratrain_jax.lowering.regions import rows_per_microbatch
 from ratrain_jax.options import Options
@@ -66,6 +67,7 @@ def _leaf_type(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
+@collector_paused()
 def trace_step(
     step: Callable[..., Any], args: Sequence[Any], options: Options
 ) -> tuple[Trace, Signature]:

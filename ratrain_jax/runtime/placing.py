@@ -64,8 +64,14 @@ def placed(leaf: Any, sharding: Any) -> Any:
 
 def private_copy(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Copies of arrays where they are wanted; never the same buffers."""
-    made = [placed(a, s) for a, s in zip(arrays, shardings, strict=True)]
-    return [_copied(p) if p is a or _shares(p, a) else p for p, a in zip(made, arrays, strict=True)]
+    return [_private(array, to) for array, to in zip(arrays, shardings, strict=True)]
+
+
+def _private(leaf: Any, sharding: Any) -> Any:
+    if not several():
+        return jax.device_put(leaf, sharding, may_alias=False)
+    made = placed(leaf, sharding)
+    return _copied(made) if made is leaf or _shares(made, leaf) else made
 
 
 def _shares(placed: Any, original: Any) -> bool:
@@ -77,13 +83,8 @@ def _shares(placed: Any, original: Any) -> bool:
 
 def _copied(array: Any) -> Any:
     if any(map(is_here, array.sharding.device_set)):
-        return make_global(_copy(array))
+        return make_global(jax.device_put(array, array.sharding, may_alias=False))
     return elsewhere(jax.typeof(array), array.sharding)
-
-
-@jax.jit
-def _copy(array: Any) -> Any:
-    return jax.numpy.copy(array)
 
 
 def whole(leaf: Any) -> Any:

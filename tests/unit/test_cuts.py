@@ -100,10 +100,25 @@ def test_a_group_with_light_ends_is_cut_at_its_lightest_if_a_stage_could_not_hol
 
 
 def test_a_trifle_is_joined_with_the_next_and_the_last_with_the_one_before():
-    seconds = [0.01, 1.0, 0.01, 1.0, 0.01]
+    seconds = [0.01, 1.0, 0.01, 2.0, 0.01]
     groups = ["a", "b", "c", "d", "e"]
     assert spans(groups, [1] * 4, 1, seconds) == ["a", "c"]
     assert spans(groups, [1] * 4, 4, seconds) == ["a", "c", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "names"),
+    [
+        ([0.01, 1.0, 1.0, 0.01], ["a", "b", "c", "d"]),  # repeated blocks stay as they are
+        ([0.01, 1.0, 1.001, 0.01], ["a", "c"]),  # other blocks
+        ([0.5, 0.01, 1.0, 1.0, 0.01, 0.5], ["a", "c", "d", "e"]),  # the neighbour that is none
+        ([1.0, 1.0, 0.01, 1.0, 1.0], ["a", "b", "c", "d", "e"]),  # between two
+        ([1.0, 1.0, 0.01, 0.01, 1.0, 1.0], ["a", "b", "c", "e", "f"]),  # with each other
+        ([2.0, 0.01, 0.01, 0.01, 0.01, 3.0], ["a", "b"]),  # trifles are no blocks
+    ],
+)
+def test_a_trifle_does_not_make_a_repeated_block_another_one(seconds, names):
+    assert spans(list("abcdef")[: len(seconds)], [1] * (len(seconds) - 1), 1, seconds) == names
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ ROWS = 32
 EXPECTED = {
     "gpt": "embedding block_0 block_1 block_2 block_3 norm",
     "llama": "embedding block_1 block_2 block_3 norm",
-    "vit": "patches class_token block_1 block_2 block_3",
+    "vit": "patches block_0 block_1 block_2 block_3 norm",
     "encoder_decoder": "embedding encoder_0 encoder_1 encoder_norm decoder_1 norm",
     "encoder_decoder_untied": "embedding encoder_0 encoder_1 encoder_norm decoder_1 norm",
     "skip_mlp": "dense_0 dense_1 dense_2 dense_4 dense_5 dense_6 dense_7",
