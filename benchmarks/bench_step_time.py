@@ -6,6 +6,7 @@ python benchmarks/bench_step_time.py --layers 4 --stages 2
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -65,6 +66,10 @@ def child(options: argparse.Namespace) -> None:
 
     import ratrain_jax as rt
 
+    loading = time.perf_counter()
+    importlib.import_module("ratrain_jax.runtime.compiled")  # as all of JAX is loaded, too
+    loading = time.perf_counter() - loading
+
     rows = options.microbatches * options.rows * options.data_parallel
     state, batch = gpt_step.make_state(options.layers), gpt_step.make_batch(rows)
     jax.block_until_ready(state)
@@ -79,9 +84,12 @@ def child(options: argparse.Namespace) -> None:
             schedule=options.child,
             recovery="none",
         )(gpt_step.pipelined)
+    step = step.lower(state, batch).compile()
+    ready = time.perf_counter() - start
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
-    print(json.dumps({"first": time.perf_counter() - start}), flush=True)
+    first = time.perf_counter() - start
+    print(json.dumps({"loading": loading, "ready": ready, "first": first}), flush=True)
     for _ in sys.stdin:
         start, busy = time.perf_counter(), time.process_time()
         state, metrics = step(state, batch)
