@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ratrain_jax.runtime.placing import whole
+from ratrain_jax.runtime.placing import copied_to, whole
 from ratrain_jax.runtime.processes import is_global
 from ratrain_jax.runtime.turns import in_turn
 from ratrain_jax.stacked_leaf import StackedLeaf, is_stacked_leaf
@@ -44,7 +44,9 @@ def gather(state: Any, device: Any = None) -> Any:
             return leaf
         if is_global(leaf):
             return jax.device_put(whole(leaf), target)
+        moved = jax.device_put(leaf, target)
         # The same buffer would be used up with the state.
-        return jax.device_put(leaf, target, may_alias=False)
+        shared = leaf.sharding.device_set & moved.sharding.device_set
+        return copied_to(moved, moved.sharding) if shared else moved
 
     return in_turn(lambda: jax.tree.map(move, state, is_leaf=is_stacked_leaf))

@@ -69,9 +69,29 @@ def private_copy(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 
 def _private(leaf: Any, sharding: Any) -> Any:
     if not several():
-        return jax.device_put(leaf, sharding, may_alias=False)
+        return copied_to(leaf, sharding)
     made = placed(leaf, sharding)
-    return _copied(made) if made is leaf or _shares(made, leaf) else made
+    if made is not leaf and not _shares(made, leaf):
+        return made
+    if any(map(is_here, made.sharding.device_set)):
+        return make_global(copied_to(made, made.sharding))
+    return elsewhere(jax.typeof(made), made.sharding)
+
+
+def copied_to(array: Any, sharding: Any) -> Any:
+    """A copy of an array, nothing of which is the same buffer; unlike `jax.numpy.copy` it compiles nothing.
+
+    Args:
+        array: one of JAX's or numpy's, which may change once this has returned.
+        sharding: where the copy lies.
+    """
+    if isinstance(array, np.ndarray):
+        return jax.device_put(array.copy(), sharding)
+    devices = [getattr(array, "sharding", sharding).device_set, sharding.device_set]
+    if max(map(len, devices)) > 1:
+        # Between unlike shardings `device_put` hands on what lies in its place already, whatever it is told of aliases.
+        array = jax.device_put(array, sharding)
+    return jax.device_put(array, sharding, may_alias=False)
 
 
 def _shares(placed: Any, original: Any) -> bool:
@@ -79,12 +99,6 @@ def _shares(placed: Any, original: Any) -> bool:
     return not isinstance(original, jax.Array) or bool(
         placed.sharding.device_set & original.sharding.device_set
     )
-
-
-def _copied(array: Any) -> Any:
-    if any(map(is_here, array.sharding.device_set)):
-        return make_global(jax.device_put(array, array.sharding, may_alias=False))
-    return elsewhere(jax.typeof(array), array.sharding)
 
 
 def whole(leaf: Any) -> Any:
