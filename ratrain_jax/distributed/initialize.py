@@ -63,7 +63,8 @@ def initialize(
     nobody started several processes nothing happens, so that the same script runs alone. Afterwards `jax.devices()` are
     the devices of all processes, and `jax.process_index()` says which process this is. On few cores it enlarges the pool of
     threads of XLA's CPU client, unless `NPROC` says its size, so that what waits for another process does not keep others
-    waiting; the pool's size decides the last bits of some sums.
+    waiting; the pool's size decides the last bits of some sums. On glibc it lets all threads that start later use one heap,
+    so that large blocks are used again (see [Several processes](../howto/several-processes.md)).
 
     A process that ends with an exception no longer waits for the others. The others stop too: see
     [Several processes](../howto/several-processes.md).
@@ -91,6 +92,8 @@ def initialize(
     """
     import jax
 
+    from ratrain_jax.runtime.host import use_one_heap
+
     place = place_of(coordinator, processes, process_id, os.environ)
     _check(place, timeout, heartbeat)
     if jax.distributed.is_initialized():
@@ -110,6 +113,8 @@ def initialize(
             heartbeat_timeout_seconds=heartbeat,
         )
 
+    if place != Place() or is_one_of_several(os.environ):
+        use_one_heap()  # before there are threads that have one of their own
     found = _within(timeout, connect)
     if isinstance(found, ValueError) and _NOTHING_SET in str(found) and place == Place():
         return
