@@ -74,8 +74,14 @@ def _private(leaf: Any, sharding: Any) -> Any:
     if made is not leaf and not _shares(made, leaf):
         return made
     if any(map(is_here, made.sharding.device_set)):
-        return make_global(copied_to(made, made.sharding))
+        return make_global(_copy(made))
     return elsewhere(jax.typeof(made), made.sharding)
+
+
+@jax.jit
+def _copy(array: Any) -> Any:
+    """A copy of a global array, which `device_put` does not take in every case."""
+    return jax.numpy.copy(array)
 
 
 def copied_to(array: Any, sharding: Any) -> Any:
