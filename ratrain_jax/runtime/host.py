@@ -4,10 +4,10 @@ Each op of a program allocates its results anew. glibc serves large blocks with 
 back when freed, so that every step pays a page fault for every page again: 240,000 of them, 600 ms of system time a
 step in an 8-layer, width-256 model. `keep_freed_memory` makes it reuse freed blocks instead. Blocks of more than 64 MB,
 such as the scratch of a large microbatch, it reuses only in its main heap, while each of XLA's threads has a heap of its own
-unless `use_one_heap` was called before: 8 layers of 12 rows then took 600 ms instead of 780, and 1.5 GB instead of 3.4. But
+unless `use_one_heap` was called before: on one core 8 layers of 12 rows then took 600 ms, not 780, and 1.5 GB, not 3.4. But
 XLA compiles on several threads, which then wait for each other: on two cores half as fast.
 
-With as many devices as cores, or more, a matrix product that one device spreads over all cores only gets in the way of the other
+With as many devices as cores, a matrix product that one device spreads over all cores only gets in the way of the other
 devices; `compiler_options` then gives each device one core.
 """
 
@@ -70,7 +70,7 @@ def compiler_options(devices: Sequence[Any]) -> Mapping[str, Any]:
     Args:
         devices: all devices of the program, of every stage.
     """
-    if devices[0].platform == "cpu" and len(devices) >= cores():
+    if len(devices) > 1 and devices[0].platform == "cpu" and len(devices) >= cores():
         return {"xla_cpu_multi_thread_eigen": False}
     return {}
 

@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 
-import pytest
+from ratrain_jax.runtime.host import use_one_heap
 
 PROBE = """
 import json, resource
@@ -42,14 +42,14 @@ def page_faults(early):
     return statistics.median(json.loads(done.stdout))
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc does")
 def test_scratch_comes_from_memory_that_was_there_before():
+    if platform.libc_ver()[0] != "glibc":  # others are left alone
+        assert not use_one_heap()
+        return
     # Small blocks may lie so that the scratch does not fit where it was; hardly so in every process.
     assert min(page_faults(early=True) for _ in range(3)) < page_faults(early=False) / 10
 
 
 def test_the_environment_leaves_the_c_library_alone(monkeypatch):
-    from ratrain_jax.runtime.host import use_one_heap
-
     monkeypatch.setenv("RATRAIN_KEEP_FREED_MEMORY", "0")
     assert not use_one_heap()
