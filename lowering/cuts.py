@@ -16,9 +16,9 @@ The rule.
        weighs no more than the heavier end of the group's layer, or, if that layer costs more than
        an even share, no more than the lightest such cut. Repeat with what is still coarse.
     4. Join a layer of less than `TRIFLE` of an even share with the next one or, if that is a repeated
-       block, with the one before, while more than `stages` layers remain. A repeated block is one that
-       costs the same as its other neighbour: none is joined, for blocks that stay equal share their
-       executables.
+       block, with the one before, while more than `stages` layers remain. A repeated block is one of
+       the same equations as its other neighbour: none is joined, for blocks that stay equal share
+       their executables.
 
 A layer is named after the group with which it begins.
 """
@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from ratrain_jax.errors import OptionError
 
@@ -51,11 +51,13 @@ class Costs:
         seconds: seconds of all equations before each place, side equations counted with their first
             reader.
         live: weight of a cut at each place.
+        codes: what each main equation computes: equal for equal equations.
         stages: how many stages the layers will be balanced into.
     """
 
     seconds: Sequence[float]
     live: Sequence[int]
+    codes: Sequence[Hashable]
     stages: float
 
     @property
@@ -334,6 +336,6 @@ def _partner(drafts: Sequence[_Draft], number: int, costs: Costs) -> int | None:
 
 
 def _repeated(one: _Draft, two: _Draft, costs: Costs) -> bool:
-    """Whether two layers seem to be the same block; trifles are no blocks."""
-    alike = math.isclose(costs.of(one), costs.of(two), rel_tol=_ABOVE - 1)
-    return alike and not costs.trifle(one)
+    """Whether two layers are the same block; trifles are no blocks."""
+    codes = [costs.codes[draft.start : draft.end] for draft in (one, two)]
+    return codes[0] == codes[1] and not costs.trifle(one)

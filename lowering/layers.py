@@ -196,7 +196,8 @@ def _spans(
         if places:
             seconds[places[0]] += _accumulation(param.aval, machine)
     before = list(itertools.accumulate(seconds, initial=0.0))
-    costs = Costs(before, live_bytes(flow.main, sizes), stages)
+    codes = [_code(eqn) for eqn in flow.main]
+    costs = Costs(before, live_bytes(flow.main, sizes), codes, stages)
     if not marks:
         return automatic_spans(members, costs)
     places = [sum(place < mark.place for place in flow.places) for mark in marks]
@@ -227,6 +228,11 @@ def _seconds(flow: Flow, machine: Machine) -> list[float]:
             if is_var(atom):
                 first[atom] = min(place, first.get(atom, place))
     return own
+
+
+def _code(eqn: Eqn) -> tuple[str, ...]:
+    """What an equation computes, as far as its name and the types that it takes and gives tell."""
+    return (eqn.primitive.name, *(str(atom.aval) for atom in (*eqn.invars, *eqn.outvars)))
 
 
 def _entries(

@@ -7,45 +7,51 @@ import pytest
 from ratrain_jax.lowering.cuts import Costs, Span, automatic_spans
 
 
+def _costs(before, live, stages, codes=None):
+    """Equations that cost the same are the same, unless they are said to be others."""
+    seconds = [round(after - start, 9) for start, after in itertools.pairwise(before)]
+    return Costs(before, live, codes or seconds, stages)
+
+
 def spans(groups, weights, stages, seconds=None):
     """Layers of groups that are read by one equation each; `weights` of the cuts between them."""
     seconds = seconds or [1.0] * len(groups)
     live = [0, *weights, 0]
     reads = [(tuple(path.split("/")), (place,)) for place, path in enumerate(groups)]
     before = list(itertools.accumulate(seconds, initial=0.0))
-    return [span.name for span in automatic_spans(reads, Costs(before, live, stages))]
+    return [span.name for span in automatic_spans(reads, _costs(before, live, stages))]
 
 
 def test_a_cut_lies_where_the_fewest_bytes_live_and_earliest_of_equals():
     reads = [(("a",), (0, 1)), (("b",), (5,))]
-    costs = Costs([float(i) for i in range(8)], [0, 1, 9, 4, 3, 3, 9, 0], 1)
+    costs = _costs([float(i) for i in range(8)], [0, 1, 9, 4, 3, 3, 9, 0], 1)
     assert automatic_spans(reads, costs) == [Span("a", 0, 4), Span("b", 4, 7)]
 
 
 def test_later_reads_do_not_move_a_cut():
     reads = [(("a",), (0, 6)), (("b",), (2,)), (("c",), (4,))]
-    costs = Costs([float(i) for i in range(8)], [0, 2, 3, 2, 3, 3, 3, 0], 1)
+    costs = _costs([float(i) for i in range(8)], [0, 2, 3, 2, 3, 3, 3, 0], 1)
     found = [(span.name, span.start) for span in automatic_spans(reads, costs)]
     assert found == [("a", 0), ("b", 1), ("c", 3)]
 
 
 def test_groups_come_in_order_of_first_read_not_of_the_tree():
     reads = [(("a",), (4,)), (("b",), (0,)), (("c",), (2,))]
-    costs = Costs([float(i) for i in range(6)], [0, 1, 1, 1, 1, 0], 1)
+    costs = _costs([float(i) for i in range(6)], [0, 1, 1, 1, 1, 0], 1)
     assert [span.name for span in automatic_spans(reads, costs)] == ["b", "c", "a"]
 
 
 def test_groups_that_one_equation_reads_first_begin_one_layer():
     reads = [(("a",), (0,)), (("b",), (2,)), (("c",), (2, 3)), (("d",), (4,))]
-    costs = Costs([float(i) for i in range(6)], [0, 1, 1, 1, 1, 0], 1)
+    costs = _costs([float(i) for i in range(6)], [0, 1, 1, 1, 1, 0], 1)
     found = [(span.name, span.start) for span in automatic_spans(reads, costs)]
     assert found == [("a", 0), ("b", 1), ("d", 4)]
 
 
 def test_parameters_that_nothing_reads_make_no_layer():
     reads = [(("a",), (0,)), (("b",), ()), (("c",), (1,))]
-    assert [s.name for s in automatic_spans(reads, Costs([0, 1, 2], [0, 1, 0], 1))] == ["a", "c"]
-    assert automatic_spans(reads[1:2], Costs([0, 1, 2], [0, 1, 0], 1)) == [Span("input", 0, 2)]
+    assert [s.name for s in automatic_spans(reads, _costs([0, 1, 2], [0, 1, 0], 1))] == ["a", "c"]
+    assert automatic_spans(reads[1:2], _costs([0, 1, 2], [0, 1, 0], 1)) == [Span("input", 0, 2)]
 
 
 def test_a_dear_cut_is_removed_and_one_within_a_quarter_is_not():
@@ -121,6 +127,14 @@ def test_a_trifle_does_not_make_a_repeated_block_another_one(seconds, names):
     assert spans(list("abcdef")[: len(seconds)], [1] * (len(seconds) - 1), 1, seconds) == names
 
 
+@pytest.mark.parametrize(("codes", "names"), [("tbb", ["a", "b", "c"]), ("tbc", ["a", "c"])])
+def test_blocks_are_the_same_by_their_equations_not_by_what_they_are_charged_with(codes, names):
+    """The first block of a model is charged with tables that are made again in each."""
+    reads = [((path,), (place,)) for place, path in enumerate("abc")]
+    costs = _costs([0.0, 0.01, 1.11, 2.11], [0, 1, 1, 0], 1, codes)
+    assert [span.name for span in automatic_spans(reads, costs)] == names
+
+
 @pytest.mark.parametrize(
     ("groups", "names"),
     [
@@ -134,4 +148,4 @@ def test_the_top_of_the_tree_is_where_it_branches(groups, names):
 
 
 def test_a_bare_array_has_a_name():
-    assert automatic_spans([((), (0,))], Costs([0.0, 1.0], [0, 0], 1)) == [Span("params", 0, 1)]
+    assert automatic_spans([((), (0,))], _costs([0.0, 1.0], [0, 0], 1)) == [Span("params", 0, 1)]

@@ -35,8 +35,8 @@ ROWS = 32
 # The layers for two stages.
 EXPECTED = {
     "gpt": "embedding block_0 block_1 block_2 block_3 norm",
-    "llama": "embedding block_1 block_2 block_3 norm",
-    "vit": "patches block_0 block_1 block_2 block_3 norm",
+    "llama": "embedding block_0 block_1 block_2 block_3 norm",
+    "vit": "patches block_0 block_1 block_2 block_3",
     "encoder_decoder": "embedding encoder_0 encoder_1 encoder_norm decoder_1 norm",
     "encoder_decoder_untied": "embedding encoder_0 encoder_1 encoder_norm decoder_1 norm",
     "skip_mlp": "dense_0 dense_1 dense_2 dense_4 dense_5 dense_6 dense_7",
@@ -96,7 +96,7 @@ def test_any_number_of_stages_gives_sound_layers(name, stages):
     ("name", "equal"),
     [
         ("gpt", "block_0 block_1 block_2 block_3"),
-        ("llama", "block_1 block_2 block_3"),
+        ("llama", "block_0 block_1 block_2 block_3"),
         ("vit", "block_1 block_2"),
         ("mixer", "block_1 block_2"),
         ("encoder_decoder", "encoder_0 encoder_1"),
