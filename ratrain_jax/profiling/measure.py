@@ -172,7 +172,7 @@ def measured(key: Key, samples: Sequence[Taken], wait: float) -> Measured:
 
     Example:
         >>> measured(Key("Metrics", "8", 1), [Taken(1, 4), Taken(1, 6), Taken(1, 5)], 0.5)
-        Measured(kind='Metrics', code='8', devices=1, seconds=3.5, count=3, spread=1.0, launch=1, share=1.0)
+        Measured(kind='Metrics', code='8', devices=1, seconds=3.5, count=3, spread=1.0, launch=1.0, share=1.0)
     """
     seconds = [taken.behind for taken in samples]
     ends = statistics.quantiles(seconds, method="inclusive") if len(samples) > 1 else seconds * 3
@@ -183,6 +183,6 @@ def measured(key: Key, samples: Sequence[Taken], wait: float) -> Measured:
         seconds=max(statistics.median(seconds) - wait, 0.0),
         count=len(samples),
         spread=ends[2] - ends[0],
-        launch=statistics.median(taken.hidden for taken in samples),
+        launch=statistics.fmean(taken.hidden for taken in samples),
         share=statistics.median(taken.share for taken in samples),
     )

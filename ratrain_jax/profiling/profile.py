@@ -37,7 +37,8 @@ class Measured:
         seconds: the median.
         count: repetitions.
         spread: seconds between the first and the third quartile.
-        launch: seconds of the host before those: its launching thread runs ahead, but uses a core meanwhile.
+        launch: seconds of the host before those, on average, as a step has them all: its launching thread runs ahead, but
+            uses a core meanwhile.
         share: of a core, that each device uses meanwhile: less than all where an op between processes waits for the link.
     """
 
