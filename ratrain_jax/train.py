@@ -122,7 +122,8 @@ def train_step(
         backend: `"xla"`, or `"mt3000"` to send matrix products and attention through that machine's float16 kernels,
             emulated on the CPU. A `ratrain_jax.kernels.Arithmetic` chooses another machine, accumulator or exact bits.
         plan: a plan of `ratrain_jax.plan`, which says all that shapes the program; only `devices`, `donate_state`,
-            `state_layout` and `batch_argnums` may be given beside it.
+            `state_layout`, `batch_argnums` and `validation` may be given beside it. Plans reckon with immediate validation;
+            what deferring takes more is in `lowered.memory_analysis()`.
 
     Returns:
         A decorator that gives a `TrainStep`.
