@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from ratrain_jax import compat
 from ratrain_jax.errors import UnsupportedError
 from ratrain_jax.kernels import Arithmetic, Machine
 from ratrain_jax.lowering.autodiff import differentiate_all
@@ -30,6 +31,7 @@ from ratrain_jax.lowering.verify import verify
 
 
 @collector_paused()
+@compat.without_mesh()
 def lower_step(
     trace: Trace,
     settings: Settings,

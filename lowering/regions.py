@@ -227,6 +227,7 @@ def split_step(
     inputs = range(len(region.invars))
     chosen = [i for i in inputs if i not in set(diff)]
     argument = {var: i for i, var in enumerate(step.invars) if i >= states}
+    _refuse_batch(region, argument, names)
     operands = tuple(
         _operand(region, small_region, i, step, argument, names, parts) for i in chosen
     )
@@ -256,6 +257,16 @@ def split_step(
         joins=taken.joins,
         rest=rest,
     )
+
+
+def _refuse_batch(region: Any, argument: dict[Var, int], names: Sequence[str]) -> None:
+    for i in region.params["diff"]:
+        number = argument.get(region.invars[i])
+        if number is not None:
+            raise UnsupportedError(
+                f"the loss is differentiated by {names[number]}, which is part of the batch. Differentiate by leaves of the"
+                " state, and take gradients by the input inside the loss, with jax.grad."
+            )
 
 
 def _prologue_eqns(step: Graph, region: Any) -> list[Any]:

@@ -5,6 +5,7 @@ Everything here is built on public names (`jax.extend.core`, `jax.interpreters`)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -127,6 +128,19 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
     ]
     return stacked.count(False) - sum(carried), sum(carried)
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Sets the mesh of `jax.set_mesh` aside, if there is one; also a decorator.
+
+    What is traced and run within has no mesh, or one of its own.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(None):
+        yield
 
 
 def found_by_debug_nans(error: BaseException) -> str | None:

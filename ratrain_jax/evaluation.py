@@ -20,7 +20,7 @@ from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.trace import Trace
 from ratrain_jax.options import Options
 from ratrain_jax.step import Step
-from ratrain_jax.tracing import Signature, abstract, leaf_names, microbatch, trace_small
+from ratrain_jax.tracing import Signature, abstract, leaf_names, microbatch, trace_small, traced
 from ratrain_jax.train import TrainStep
 
 Path = tuple[str, ...]
@@ -39,15 +39,17 @@ class EvalStep(Step):
         self._train = train
         self._homes: tuple[Lowered | None, Any] = (None, None)
 
-    def lower(self, *args: Any) -> Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and lowers the evaluation.
 
         Args:
             *args: its arguments, or their types; the first is the state.
+            **kwargs: arguments by name.
 
         Raises:
             StepError, BatchError, LayoutError, MemoryLimitError: what to change is in the message.
         """
+        args = self._positional(args, kwargs)
         known = self._trained(args)
         parameters = None if known is None else differentiated(known.trace)
         trace, signature = _trace(self.__wrapped__, args, self.options, parameters)
@@ -190,7 +192,7 @@ def _trace(
         return bind_region(closed, params, paths, "none")[: len(closed.out_avals)]
 
     given = [leaves[n] for n in read]
-    whole = jax.make_jaxpr(step)(given, *rest)
+    whole, _ = traced(step, given, *rest)
     parts = options.data_parallel * options.microbatches
     small = whole if parts == 1 else trace_small(step, given, small_rest)
     names = leaf_names((state, *rest))
@@ -223,7 +225,7 @@ def _read(
     def flat(leaves: Sequence[Any], batch: Sequence[Any]) -> Any:
         return fun(tree.unflatten(leaves), *batch)
 
-    graph = inline(jax.make_jaxpr(flat)(leaves, batch))
+    graph = inline(traced(flat, leaves, batch)[0])
     _, free = needed(graph.eqns, graph.outvars, graph.invars)
     invars = graph.invars[: len(leaves)]
     return [

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ratrain_jax import compat
 from ratrain_jax.deferred import Deferred, deferred
 from ratrain_jax.kernels import Machine, machine_of
 from ratrain_jax.lowering.code import StepCode
@@ -140,7 +141,7 @@ class Lowered:
         from ratrain_jax.runtime.compiled import Compiled
         from ratrain_jax.runtime.progress import reporting
 
-        with reporting(progress, "compiling") as report:
+        with reporting(progress, "compiling") as report, compat.without_mesh():
             return Compiled(self, compiler_options or {}, report)
 
     def _repr_html_(self) -> str:

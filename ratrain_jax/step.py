@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +38,21 @@ class Step(abc.ABC):
         self._compiled: dict[Any, Compiled] = {}
 
     @abc.abstractmethod
-    def lower(self, *args: Any) -> Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and lowers the step."""
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step, compiling it for these shapes first if it must.
 
         Raises:
-            StepError: it is called inside `jax.jit` or another transformation.
+            StepError: it is called inside `jax.jit` or another transformation, or while jits are disabled.
         """
+        args = self._positional(args, kwargs)
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            raise StepError(
+                f"{self!r} is called while jax.disable_jit is on, and runs compiled only. To look into the step, call the"
+                " undecorated one: `step.__wrapped__(...)`."
+            )
         if any(map(compat.is_tracer, jax.tree.leaves(args))):
             raise StepError(
                 f"{self!r} is called inside jax.jit or another transformation. It compiles itself: call it directly."
@@ -58,6 +65,18 @@ class Step(abc.ABC):
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[key] = compiled
         return compiled(*args)
+
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments by their places; raises a StepError where one has none."""
+        if not kwargs:
+            return args
+        bound = inspect.signature(self.__wrapped__).bind(*args, **kwargs)
+        if bound.kwargs:
+            raise StepError(
+                f"{self!r} is given {', '.join(bound.kwargs)} by name only; the arguments of a step are known by their"
+                " places. Give those before as well, and make none keyword-only."
+            )
+        return bound.args
 
     def _key(self, args: Sequence[Any]) -> Any:
         """What a compiled step is kept under."""

@@ -11,8 +11,10 @@ import jax
 from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, OptionError, StepError, UnsupportedError
 from ratrain_jax.lowering.collector import collector_paused
+from ratrain_jax.lowering.graph import inline
 from ratrain_jax.lowering.lower import Trace
-from ratrain_jax.lowering.regions import rows_per_microbatch
+from ratrain_jax.lowering.placements import without_placements
+from ratrain_jax.lowering.regions import find_loss, rows_per_microbatch
 from ratrain_jax.options import Options
 from ratrain_jax.stacked_leaf import StackedLeaf, is_stacked_leaf
 
@@ -87,9 +89,16 @@ def trace_step(
         raise StepError("a train step takes the state as its first argument, but none was given.")
     state, *rest = (abstract(arg) for arg in args)
     small_rest = microbatch(rest, options)
-    whole, result = jax.make_jaxpr(step, return_shape=True)(state, *rest)
+    where = _where(step)
+    whole, result = traced(step, state, *rest, where=where)
     parts = options.data_parallel * options.microbatches
-    small = whole if parts == 1 else trace_small(step, state, small_rest)
+    small = whole
+    if parts > 1:
+        try:
+            small = trace_small(step, state, small_rest)
+        except StepError as error:
+            find_loss(inline(whole), where)  # what is wrong with the whole step matters more
+            raise StepError(f"{error}{_suspect(state, rest, options)}") from error.__cause__
     state_leaves, state_tree = jax.tree.flatten(state)
     batch_leaves, batch_tree = jax.tree.flatten(tuple(rest))
     has_state = _returns_state(result, state)
@@ -103,7 +112,7 @@ def trace_step(
         states=states,
         state_out=tuple(range(states)) if has_state else (None,) * states,
         metrics_out=tuple(range(states if has_state else 0, outputs)),
-        where=_where(step),
+        where=where,
     )
     signature = Signature(
         state=state_tree,
@@ -114,6 +123,61 @@ def trace_step(
         has_state=has_state,
     )
     return trace, signature
+
+
+@compat.without_mesh()
+def traced(step: Callable[..., Any], *args: Any, where: str = "") -> tuple[Any, Any]:
+    """Traces a function; gives its jaxpr and the tree of its results' types.
+
+    Args:
+        step: the function.
+        *args: types of its arguments.
+        where: its name, file and line, for messages.
+
+    Raises:
+        UnsupportedError: it uses a mapped axis, a mesh, or maps a function over devices.
+    """
+    try:
+        closed, shape = jax.make_jaxpr(step, return_shape=True)(*args)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"the step{where} uses a mapped axis, as for jax.pmap: {str(error).split('. ')[0]}. Remove the collective: with"
+            " data_parallel= losses and gradients are reduced over devices without one."
+        ) from error
+    except RuntimeError as error:
+        if "mesh in context" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"the step{where} constrains a sharding by a PartitionSpec, and runs without the mesh of jax.set_mesh. Remove the"
+            " constraint: each value lies where its stage is."
+        ) from error
+    return without_placements(closed, where), shape
+
+
+def _suspect(state: Any, rest: Sequence[Any], options: Options) -> str:
+    """What may be cut though it should not be, or should be and is not, for a message."""
+    cut = {
+        n: [leaf for leaf in jax.tree.leaves(rest[n - 1]) if _is_split(leaf)]
+        for n in sorted(_batch_arguments(1 + len(rest), options.batch_argnums))
+    }
+    for n, leaves in cut.items():
+        if found := _raw_key(leaves, f"argument {n}"):
+            return found
+    if len(cut) > 1:
+        return (
+            f" Arguments {', '.join(map(str, cut))} are all cut; if one is no batch (an optimizer's state, a key), leave it out"
+            " of batch_argnums."
+        )
+    rows = {leaf.shape[0] for leaves in cut.values() for leaf in leaves}
+    for name, leaf in zip(leaf_names((state,)), jax.tree.leaves(state), strict=True):
+        if leaf.shape and leaf.shape[0] in rows:
+            return (
+                f" {name} has {leaf.shape[0]} rows like the batch, but no state is cut: if they are the batch's, make it an"
+                " argument beside the batch, and an auxiliary result of the loss."
+            )
+    return ""
 
 
 def _where(step: Callable[..., Any]) -> str:
@@ -163,12 +227,25 @@ def _resized(tree: Any, where: str, rows: Callable[[int], int]) -> Any:
         )
     if not sizes:
         return tree
-    count = rows(sizes[0])
+    try:
+        count = rows(sizes[0])
+    except BatchError as error:
+        raise BatchError(f"{error}{_raw_key(leaves, where)}") from None
     return jax.tree.map(
         lambda leaf: (
             jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) if _is_split(leaf) else leaf
         ),
         tree,
+    )
+
+
+def _raw_key(leaves: Sequence[jax.ShapeDtypeStruct], where: str) -> str:
+    """For a message, that an argument looks like a key of `jax.random.PRNGKey`."""
+    if not any(leaf.shape == (2,) and leaf.dtype == "uint32" for leaf in leaves):
+        return ""
+    return (
+        f" {where.capitalize()} looks like a raw random key: make it with jax.random.key, which is not cut, or leave the"
+        " argument out of batch_argnums."
     )
 
 
@@ -217,7 +294,7 @@ def _is_split(leaf: jax.ShapeDtypeStruct) -> bool:
 def trace_small(step: Callable[..., Any], state: Any, rest: Sequence[Any]) -> Any:
     """Traces a step with one rank's microbatch, where it was traced with the whole batch before."""
     try:
-        return jax.make_jaxpr(step)(state, *rest)
+        return traced(step, state, *rest)[0]
     except (TypeError, ValueError) as error:
         if isinstance(error, (StepError, BatchError)):
             raise

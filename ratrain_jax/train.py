@@ -33,11 +33,12 @@ class TrainStep(Step):
         self.plan = plan
         self.lowered: Lowered | None = None
 
-    def lower(self, *args: Any) -> Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and lowers the step.
 
         Args:
             *args: the step's arguments, or their types (`jax.ShapeDtypeStruct`); the first is the state.
+            **kwargs: arguments by name.
 
         Returns:
             The lowered step: its program, text, memory; `compile()` makes it callable. Needs no devices.
@@ -46,6 +47,7 @@ class TrainStep(Step):
             StepError, BatchError, LayoutError, MemoryLimitError: what to change is in the message.
             PlanError: the step was decorated with a plan for another state or batch.
         """
+        args = self._positional(args, kwargs)
         if self.plan is not None:
             self.plan.check(args)
         trace, signature = trace_step(self.__wrapped__, args, self.options)

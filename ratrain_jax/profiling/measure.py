@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ratrain_jax import compat
 from ratrain_jax.errors import OptionError
 from ratrain_jax.lowered import Lowered
 from ratrain_jax.profiling.calm import DISTURBED, Others
@@ -37,6 +38,7 @@ TRIES = 3
 """How many times as many repetitions are made at most, where other processes disturb."""
 
 
+@compat.without_mesh()
 def profile(
     step: Compiled | Lowered,
     *args: Any,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ratrain_jax import compat
 from ratrain_jax.distributed.failures import named
 from ratrain_jax.lowering.memory import MemoryAnalysis, memory_analysis
 from ratrain_jax.lowering.program import Kind, Value
@@ -113,7 +114,7 @@ class Compiled:
             BatchError: the batch does.
         """
         self._flights.admit(args)
-        with telling(args[:1]), named():
+        with telling(args[:1]), named(), compat.without_mesh():
             tables = self._enter(args)
             self._launch(tables)
             result = self._leave(tables)
@@ -138,7 +139,7 @@ class Compiled:
         """
         devices = [[device.id for device in group.devices] for group in self._groups]
         watcher = Watcher(self._program, devices)
-        with telling(args[:1]), named(), watcher.held, watcher:
+        with telling(args[:1]), named(), compat.without_mesh(), watcher.held, watcher:
             tables = self._enter(args)
             watcher.begin()
             self._launch(tables, watcher.watch)
@@ -154,7 +155,7 @@ class Compiled:
         Returns:
             What the step returns, and the count beside the prediction.
         """
-        with telling(args[:1]), named():
+        with telling(args[:1]), named(), compat.without_mesh():
             step = self.serial(*args)
             census = in_turn(lambda: take_census(step))
             return self._leave((step.table, step.table)), census
