@@ -61,7 +61,7 @@ def shard_axis(shape: Sequence[int], devices: int) -> Axis:
     """The axis that is cut over the devices: the largest that they divide, the first of equals.
 
     Returns:
-        The axis; None if there is one device, or none divides (the value is then whole everywhere).
+        The axis; None if there is one device, none divides, or there are no elements (the value is then whole everywhere).
 
     Example:
         >>> shard_axis((6, 8, 8), 4)
@@ -69,8 +69,8 @@ def shard_axis(shape: Sequence[int], devices: int) -> Axis:
         >>> shard_axis((3, 5), 2) is None
         True
     """
-    fitting = [axis for axis, size in enumerate(shape) if size and size % devices == 0]
-    if devices == 1 or not fitting:
+    fitting = [axis for axis, size in enumerate(shape) if size % devices == 0]
+    if devices == 1 or not fitting or 0 in shape:
         return None
     return max(fitting, key=lambda axis: (shape[axis], -axis))
 

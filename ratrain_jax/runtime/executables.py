@@ -68,8 +68,12 @@ def _compile(group: Group, recipe: Recipe) -> Any:
 
 
 def chained(group: Group, recipe: Recipe) -> bool:
-    """Whether a recipe's executable takes and gives a turn (see `ratrain_jax.runtime.launches`)."""
-    return recipe.collective and group.size > 1
+    """Whether a recipe's executable takes and gives a turn (see `ratrain_jax.runtime.launches`).
+
+    Collectives do; and what takes arrays without elements, for JAX compiles nothing for several devices that uses no others.
+    """
+    empty = any(0 in kind.shape for kind in jax.tree.leaves(recipe.types))
+    return group.size > 1 and (recipe.collective or empty)
 
 
 _libraries: weakref.WeakValueDictionary[Any, Library] = weakref.WeakValueDictionary()
