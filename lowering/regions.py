@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, StepError, UnsupportedError
+from ratrain_jax.lowering.additivity import warn_of_other_losses
 from ratrain_jax.lowering.graph import Graph, Var, as_function, inline, is_var, needed
 from ratrain_jax.lowering.keys import fold_keys, refuse_folding, warn_of_shared_keys
 from ratrain_jax.lowering.results import ratio, take_results
@@ -222,8 +223,8 @@ def split_step(
     taken = take_results(step, find_loss(step, where), small_region, states, parts)
     step, region = taken.step, taken.region
     diff = region.params["diff"]
-    loss = inline(small_region.params["loss"])
-    loss = dataclasses.replace(loss, outvars=tuple(loss.outvars[n] for n in taken.kept))
+    micro_loss = inline(small_region.params["loss"])
+    loss = dataclasses.replace(micro_loss, outvars=tuple(micro_loss.outvars[n] for n in taken.kept))
     inputs = range(len(region.invars))
     chosen = [i for i in inputs if i not in set(diff)]
     argument = {var: i for i, var in enumerate(step.invars) if i >= states}
@@ -231,6 +232,10 @@ def split_step(
     operands = tuple(
         _operand(region, small_region, i, step, argument, names, parts) for i in chosen
     )
+    if parts > 1:
+        whole_loss = inline(region.params["loss"])
+        varied = [i for i, operand in zip(chosen, operands, strict=True) if operand.split]
+        warn_of_other_losses(whole_loss, micro_loss, varied, parts, region.params["reduction"])
     # The order of the loss's own inputs follows: parameters first.
     loss = dataclasses.replace(loss, invars=tuple(loss.invars[i] for i in [*diff, *chosen]))
     sources = [region.invars[i] for i in chosen]

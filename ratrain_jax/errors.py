@@ -91,3 +91,7 @@ class RATrainWarning(UserWarning):
 
 class RandomKeyWarning(RATrainWarning):
     """A random key gives every rank and microbatch the same numbers."""
+
+
+class LossReductionWarning(RATrainWarning):
+    """The loss is not the mean, or the sum, over examples that its reduction says."""
