@@ -52,7 +52,7 @@ def test_mistakes_are_named():
         planned(tensor_parallel=(1, 2))
     with pytest.raises(InfeasibleError, match="divides both"):
         planned(devices=7, stages=(1,))
-    with pytest.raises(InfeasibleError, match="has 7 layers, and 16 stages need one each"):
+    with pytest.raises(InfeasibleError, match="has 8 layers, and 16 stages need one each"):
         planned(stages=(16, 32), devices=32)
     with pytest.raises(InfeasibleError, match="8 devices make no equal groups for 3 stages"):
         planned(stages=(3,), devices=8)
