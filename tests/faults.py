@@ -130,13 +130,13 @@ def go_on(seed):
 
 
 def alarm(seconds):
-    """Sends this process a Ctrl-C, or two in a row, once the seconds are over."""
+    """Sends this process a Ctrl-C once the seconds are over; and again, for in a callback of the garbage collector it is lost."""
 
     def ring(*_):
         os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 5.0)
 
 
 def callback_raises(data_parallel, where="everywhere"):

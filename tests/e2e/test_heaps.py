@@ -46,8 +46,9 @@ def test_scratch_comes_from_memory_that_was_there_before():
     if platform.libc_ver()[0] != "glibc":  # others are left alone
         assert not use_one_heap()
         return
-    # Small blocks may lie so that the scratch does not fit where it was; hardly so in every process.
-    assert min(page_faults(early=True) for _ in range(3)) < page_faults(early=False) / 10
+    # Where small blocks lie decides whether the scratch fits where it was; not in every process alike.
+    early, late = ([page_faults(early) for _ in range(3)] for early in (True, False))
+    assert min(early) < max(late) / 10
 
 
 def test_the_environment_leaves_the_c_library_alone(monkeypatch):

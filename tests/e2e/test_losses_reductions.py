@@ -119,6 +119,7 @@ def program_of(reduction, **options):
     return step.lower(state_of(optimizer), make_batch()).program
 
 
+@pytest.mark.filterwarnings("ignore:the loss is a mean:ratrain_jax.errors.LossReductionWarning")
 def test_steps_that_differ_in_their_reduction_share_no_executables():
     optimizer = optax.sgd(0.1)
     prints = {
