@@ -16,6 +16,7 @@ Terms.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -232,6 +233,21 @@ def equation_work(
     )
 
 
+def _told(op: Op) -> tuple[Any, ...]:
+    """What of an op decides its cost on its stage; that it is of one microbatch, but not of which."""
+    kind = type(op)
+    wheres, has_microbatch = _where(kind)
+    once = has_microbatch and op.microbatch is None  # pyright: ignore[reportAttributeAccessIssue]
+    return (kind, once, *[getattr(op, name) for name in wheres])
+
+
+@functools.cache
+def _where(kind: type[Op]) -> tuple[tuple[str, ...], bool]:
+    """The fields of a kind of op that say where it works, and whether it has a microbatch."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    return tuple(sorted(fields & {"layers", "layer", "target", "phase"})), "microbatch" in fields
+
+
 class OpCoster:
     """Costs ops; each program of a layer once.
 
@@ -249,12 +265,11 @@ class OpCoster:
 
     def seconds(self, op: Op) -> float:
         """How long an op takes by itself; the same for every microbatch."""
-        sent = self.value(op.writes[0]).name if isinstance(op, Send) else None
-        where = (getattr(op, name, None) for name in ("layers", "layer", "target", "phase"))
-        key = (type(op), op.stage, sent, getattr(op, "microbatch", None) is None, *where)
-        if key not in self._seconds:
-            self._seconds[key] = sum(work.seconds for _, work in self.of(op))
-        return self._seconds[key]
+        key = (op.stage, self.value(op.writes[0]).name if isinstance(op, Send) else None, _told(op))
+        found = self._seconds.get(key)
+        if found is None:
+            found = self._seconds[key] = sum(work.seconds for _, work in self.of(op))
+        return found
 
     def of(self, op: Op) -> Iterator[tuple[int, Work]]:
         """The layers that an op works for (-1 for none) and what each of them costs."""

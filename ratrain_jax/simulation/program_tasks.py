@@ -120,18 +120,22 @@ def _cycle(lists: Sequence[Sequence[Op]], place: Sequence[int], stage: int) -> s
 
 def _entry(ops: Sequence[Op]) -> list[Op]:
     """The ops of a step that each stage's first Forward waits for, with those Forwards, in order."""
-    writer = {value: n for n, op in enumerate(ops) for value in op.writes}
-    ahead: dict[int, list[int]] = {}
+    stages = len({op.stage for op in ops if _enters(op)})
+    writer: dict[int, int] = {}
+    ahead: list[list[int]] = []
     last: dict[int, int] = {}
     wanted: list[int] = []
     entered: set[int] = set()
     for n, op in enumerate(ops):
         held = _ports(type(op), op.stages)
-        ahead[n] = [last[port] for port in held if port in last]
+        ahead.append([last[port] for port in held if port in last])
         last.update(dict.fromkeys(held, n))
+        writer.update(dict.fromkeys(op.writes, n))
         if _enters(op) and op.stage not in entered:
             entered.add(op.stage)
             wanted.append(n)
+            if len(entered) == stages:
+                break
     found: set[int] = set()
     while wanted:
         n = wanted.pop()
@@ -175,24 +179,27 @@ class _Builder:
         self.first = len(self.ops)
         for number, op in enumerate(ops, len(self.ops)):
             self.writer.update(dict.fromkeys(op.writes, number))
-        for op in ops:
-            self._add(op)
-
-    def _add(self, op: Op) -> None:
-        number = len(self.ops)
-        writer, readers = self.writer, self.readers
-        after = {writer[v] for v in op.reads if v in writer}
-        after.update(writer[v] for v in op.waits if v in writer)
-        for value in op.donates:
-            # Its buffer is used anew, so whoever reads it must be through.
-            after.update(readers.get(value, ()))
-        self.tasks.add_numbered(self.seconds(op), _ports(type(op), op.stages), tuple(after))
-        self.ops.append(op)
-        for value in op.reads:
-            if value in readers:
-                readers[value].append(number)
-            else:
-                readers[value] = [number]
+        # What follows is done for each of hundreds of thousands of ops.
+        writer, readers, seconds, add = (
+            self.writer,
+            self.readers,
+            self.seconds,
+            self.tasks.add_numbered,
+        )
+        for number, op in enumerate(ops, len(self.ops)):
+            after = [writer[v] for v in op.reads if v in writer]
+            if op.waits:
+                after += [writer[v] for v in op.waits if v in writer]
+            for value in op.donates:
+                # Its buffer is used anew, so whoever reads it must be through.
+                after += readers.get(value, ())
+            add(seconds(op), _ports(type(op), op.stages), tuple(set(after)))
+            for value in op.reads:
+                if value in readers:
+                    readers[value].append(number)
+                else:
+                    readers[value] = [number]
+        self.ops.extend(ops)
 
     def handed(self) -> Iterator[tuple[int, int]]:
         """Of the newest step, the tasks that write what the next one begins with, each with those that read it first."""
