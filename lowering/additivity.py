@@ -23,7 +23,7 @@ from ratrain_jax.lowering.labels import origin
 
 _SUMS = frozenset({"reduce_sum", "dot_general"})
 _SAME = frozenset(
-    {
+    [
         "reduce_sum",
         "reshape",
         "squeeze",
@@ -32,11 +32,17 @@ _SAME = frozenset(
         "transpose",
         "neg",
         "copy",
-    }
-    | {"expand_dims", "add", "sub", "add_any", "concatenate", "slice", "stop_gradient"}
+        "expand_dims",
+        "add",
+        "sub",
+        "add_any",
+        "concatenate",
+        "slice",
+        "stop_gradient",
+    ]
 )
 _CURVED = frozenset(
-    {
+    [
         "sqrt",
         "rsqrt",
         "square",
@@ -49,8 +55,9 @@ _CURVED = frozenset(
         "tanh",
         "logistic",
         "abs",
-    }
-    | {"max", "min"}
+        "max",
+        "min",
+    ]
 )
 
 
@@ -77,26 +84,25 @@ def warn_of_other_losses(
     if parts == 1 or reduction == "none" or not _alike(whole, small):
         return
     told = _Totals(whole, small, split, parts)
+    results = whole.outvars[: 2 if reduction == "weighted" else 1]
     try:
-        factors = [
-            told.factors(out) for out in whole.outvars[: 2 if reduction == "weighted" else 1]
-        ]
+        told.refuse_pairs(needed(whole.eqns, results)[0])
+        factors = [told.factors(result) for result in results]
     except _Unknown:
         return
     except _Found as found:
         _warn(f"the loss is no {_NAMES[reduction]} over examples: {found}. {_REMEDY}")
         return
-    wanted = {"mean": float(parts), "sum": 1.0}.get(reduction)
-    other = {"mean": 1.0, "sum": float(parts)}.get(reduction)
-    if wanted is not None and any(_near(factor, other) for factor in factors[0]):
-        is_sum = reduction == "mean"
-        _warn(
-            f"the loss is a {'sum' if is_sum else 'mean'} over examples, and reduction={reduction!r}"
-            f" {'averages' if is_sum else 'adds'} the microbatches' losses. Say"
-            f" `reduction={'sum' if is_sum else 'mean'!r}`, or make it a {reduction}."
-        )
+    if reduction == "mean" and _any_near(factors[0], 1.0):
+        _warn(_OTHER.format("sum", reduction, "averages", "mean"))
+    if reduction == "sum" and _any_near(factors[0], parts):
+        _warn(_OTHER.format("mean", reduction, "adds", "sum"))
 
 
+_OTHER = (
+    "the loss is a {0} over examples, and reduction={1!r} {2} the microbatches' losses."
+    " Say `reduction={0!r}`, or make it a {3}."
+)
 _NAMES = {"mean": "mean", "sum": "sum", "weighted": "weighted mean"}
 _REMEDY = (
     "Each microbatch's own is taken, which is not that of the whole batch. For a mean over unevenly many terms (masked tokens)"
@@ -108,8 +114,8 @@ def _warn(message: str) -> None:
     warnings.warn(message, LossReductionWarning, stacklevel=2)
 
 
-def _near(factor: float, other: float | None) -> bool:
-    return other is not None and abs(factor - other) < 1e-3 * other
+def _any_near(factors: Iterable[float], other: float) -> bool:
+    return any(abs(factor - other) < 1e-3 * other for factor in factors)
 
 
 def _alike(whole: Graph, small: Graph) -> bool:
@@ -132,16 +138,12 @@ class _Totals:
             if self._varying(eqn.invars):
                 self._varies.update(eqn.outvars)
         self._known: dict[Var, frozenset[float]] = {}
-        self._refuse_pairs(needed(whole.eqns, whole.outvars[:1])[0])
 
-    def _refuse_pairs(self, eqns: Iterable[Eqn]) -> None:
+    def refuse_pairs(self, eqns: Iterable[Eqn]) -> None:
         """Refuses what has a value for every two examples."""
-        self._pairs = None
         for eqn in eqns:
-            for var in eqn.outvars:
-                if var in self._varies and len(self._grown(var)) > 1:
-                    self._pairs = eqn
-                    return
+            if any(len(self._grown(var)) > 1 for var in self._varying(eqn.outvars)):
+                raise _Found(f"it compares examples with each other ({origin(eqn)})")
 
     def _grown(self, var: Var) -> list[int]:
         """The axes along which a value grows with the batch."""
@@ -156,8 +158,6 @@ class _Totals:
 
     def factors(self, atom: Atom) -> frozenset[float]:
         """How many times larger, with a microbatch, are the factors of the sums in a total."""
-        if self._pairs is not None:
-            raise _Found(f"it compares examples with each other ({origin(self._pairs)})")
         if not self._varying([atom]):
             return frozenset()
         if atom not in self._known:

@@ -98,7 +98,18 @@ json_values = st.recursive(
 )
 """Small values of any kind that JSON has."""
 
-__all__ = ["Op", "json_values", "ops", "programs", "records"]
+
+def put_somewhere(table, junk, data):
+    """Puts a value in place of one of a table's, at any depth."""
+    spot, key = table, data.draw(st.sampled_from(sorted(table)))
+    while isinstance(spot[key], (list, dict)) and spot[key] and data.draw(st.booleans()):
+        spot = spot[key]
+        keys = range(len(spot)) if isinstance(spot, list) else sorted(spot)
+        key = data.draw(st.sampled_from(keys))
+    spot[key] = junk
+
+
+__all__ = ["Op", "json_values", "ops", "programs", "put_somewhere", "records"]
 
 
 @st.composite

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.spmd import with_logical_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ratrain_jax as rt
@@ -101,6 +102,32 @@ def test_a_constraint_by_partition_spec_is_refused():
     refused(UnsupportedError, step_of(laid), words=("by a PartitionSpec", "Remove the constraint"))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of `with mesh`
+@pytest.mark.parametrize("options", LAYOUTS, ids=str)
+def test_constraints_by_partition_spec_or_logical_axes_within_a_mesh_are_dropped(options):
+    def laid(state, batch):
+        x = jax.lax.with_sharding_constraint(batch["x"], PartitionSpec("data"))
+        y = with_logical_constraint(batch["y"], ("rows", None), rules=[("rows", "data")])
+        return step(state, {"x": x, "y": y})
+
+    def in_loss(state, batch):
+        loss, grads = rt.value_and_grad(lambda p: loss_of(p, laid_batch(batch)))(state)
+        return descend(state, grads), {"loss": loss}
+
+    def laid_batch(batch):
+        return jax.tree.map(
+            lambda leaf: jax.lax.with_sharding_constraint(leaf, PartitionSpec("data")), batch
+        )
+
+    state, batch = made(STATE), made(BATCH, 1)
+    wanted = jax.jit(step)(state, batch)
+    with jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)):
+        for stepped in (laid, in_loss):
+            lowered = rt.train_step(**options)(stepped).lower(state, batch)
+            assert "sharding_constraint" not in str(lowered.trace.whole)
+            check(lowered.compile(progress=False)(state, batch), wanted)
+
+
 # Calls.
 
 
@@ -159,6 +186,9 @@ def test_an_optimizer_state_beside_the_parameters():
     batch = {"x": types(24, 8), "y": types(24, 8)}
     words = ("Arguments 1, 2 are all cut", "batch_argnums")
     refused(StepError, optax_style, state, state, batch, words=words, microbatches=2)
+    given = (made(state), made(state, 1), made(batch, 2))
+    piped = rt.train_step(stages=2, microbatches=2, batch_argnums=(2,), donate_state=False)
+    check(piped(optax_style)(*given), jax.jit(optax_style)(*given))
 
 
 @pytest.mark.parametrize(("parts", "error"), [(2, StepError), (4, BatchError)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ratrain_jax.errors import ProgramFormatError
 from ratrain_jax.lowering.jsonform import FORMAT, VERSION, from_json, to_json
 from ratrain_jax.lowering.program import ArrayType, Forward, Kind, Program, Settings, Value
-from tests.strategies import json_values, programs
+from tests.strategies import json_values, programs, put_somewhere
 
 SMALL = Program(
     Settings(1, 1, 1),
@@ -76,11 +76,6 @@ def test_any_text_is_a_program_or_a_format_error(text):
 @given(programs, json_values, st.data())
 def test_a_damaged_table_is_a_program_or_a_format_error(program, junk, data):
     table = json.loads(to_json(program))
-    spot, key = table, data.draw(st.sampled_from(sorted(table)))
-    while isinstance(spot[key], (list, dict)) and spot[key] and data.draw(st.booleans()):
-        spot = spot[key]
-        keys = range(len(spot)) if isinstance(spot, list) else sorted(spot)
-        key = data.draw(st.sampled_from(keys))
-    spot[key] = junk
+    put_somewhere(table, junk, data)
     with contextlib.suppress(ProgramFormatError):
         assert isinstance(from_json(json.dumps(table)), Program)

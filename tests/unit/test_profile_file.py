@@ -12,7 +12,7 @@ import ratrain_jax as rt
 from ratrain_jax.errors import ProfileError
 from ratrain_jax.profiling.profile import FORM, Profile
 from tests.profiles import SMALL, profiles
-from tests.strategies import json_values
+from tests.strategies import json_values, put_somewhere
 
 
 @given(profiles)
@@ -74,11 +74,6 @@ def test_any_text_is_a_profile_or_an_error(text):
 @given(profiles, json_values, st.data())
 def test_a_damaged_table_is_a_profile_or_an_error(profile, junk, data):
     table = json.loads(profile.to_json())
-    spot, key = table, data.draw(st.sampled_from(sorted(table)))
-    while isinstance(spot[key], (list, dict)) and spot[key] and data.draw(st.booleans()):
-        spot = spot[key]
-        keys = range(len(spot)) if isinstance(spot, list) else sorted(spot)
-        key = data.draw(st.sampled_from(keys))
-    spot[key] = junk
+    put_somewhere(table, junk, data)
     with contextlib.suppress(ProfileError):
         assert isinstance(Profile.from_json(json.dumps(table)), Profile)
