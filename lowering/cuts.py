@@ -51,7 +51,7 @@ class Costs:
         seconds: seconds of all equations before each place, side equations counted with their first
             reader.
         live: weight of a cut at each place.
-        codes: what each main equation computes: equal for equal equations.
+        codes: what each main equation computes; equal for equal equations, and hardly for others.
         stages: how many stages the layers will be balanced into.
     """
 
@@ -336,6 +336,6 @@ def _partner(drafts: Sequence[_Draft], number: int, costs: Costs) -> int | None:
 
 
 def _repeated(one: _Draft, two: _Draft, costs: Costs) -> bool:
-    """Whether two layers are the same block; trifles are no blocks."""
+    """Whether two layers seem to be the same block, by their equations; trifles are no blocks."""
     codes = [costs.codes[draft.start : draft.end] for draft in (one, two)]
     return codes[0] == codes[1] and not costs.trifle(one)

@@ -72,8 +72,9 @@ def chained(group: Group, recipe: Recipe) -> bool:
 
     Collectives do; and what takes arrays without elements, for JAX compiles nothing for several devices that uses no others.
     """
-    empty = any(0 in kind.shape for kind in jax.tree.leaves(recipe.types))
-    return group.size > 1 and (recipe.collective or empty)
+    if group.size == 1:
+        return False
+    return recipe.collective or any(0 in kind.shape for kind in jax.tree.leaves(recipe.types))
 
 
 _libraries: weakref.WeakValueDictionary[Any, Library] = weakref.WeakValueDictionary()
