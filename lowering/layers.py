@@ -34,6 +34,7 @@ from ratrain_jax.lowering.cost import (
 from ratrain_jax.lowering.cuts import Costs, Path, Span, automatic_spans, marked_spans
 from ratrain_jax.lowering.dependence import Flow, Mark, live_bytes, sort_equations, strip_marks
 from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, cut, is_var, needed
+from ratrain_jax.lowering.passes import together
 from ratrain_jax.lowering.sides import SidePlacement, place_sides
 
 PASSES = 3
@@ -148,6 +149,8 @@ def find_layers(
     params = len(loss.invars) - operands
     loss, marks = strip_marks(loss)
     flow = sort_equations(loss, params)
+    if not marks:
+        flow = together(flow, range(params))
     spans = _spans(loss, flow, _short(paths), marks, stages, machine)
     layers = [number for number, span in enumerate(spans) for _ in range(span.start, span.end)]
     sizes = [aval_bytes(var.aval) for var in loss.invars[:params]]

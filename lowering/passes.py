@@ -1,0 +1,100 @@
+"""Puts a second pass through the same layers beside the first.
+
+A loss may run its network more than once on inputs that do not need each other: two views of an image, a chosen and a
+rejected answer, two steps of a recurrent net with several layers. As traced, the second pass comes after the first, and
+so would all stand in the last layer, far from its parameters. Here each of its equations goes as early as what it reads
+allows, to the layer that owns its parameters.
+
+Terms.
+    A parameter has the **rank** of its first read. A value has the highest rank among what it is made from. An equation
+    is **behind** if its value's rank is lower than that of an equation before it. An equation **returns** if it is
+    behind and multiplies by parameters (or reads some further down from one that does), or if one that returns needs its
+    result. Only those move: what is behind otherwise (a skip connection, a decoder's lookup in the encoder's embedding)
+    stands where it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+from ratrain_jax import compat
+from ratrain_jax.kernels.primitives import KERNELS
+from ratrain_jax.lowering.dependence import Flow
+from ratrain_jax.lowering.graph import Eqn, Var, is_var
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def together(flow: Flow, keys: Sequence[Hashable]) -> Flow:
+    """Moves the equations that return to where they can first be computed.
+
+    Args:
+        flow: the equations of a loss.
+        keys: one a parameter; those of equal keys count as one.
+
+    Returns:
+        The same equations; the main ones in an order in which every value is still made before it is read.
+    """
+    if any(eqn.effects for eqn in flow.main):
+        return flow  # in the order in which they were written
+    ranks = _ranks(flow, keys)
+    reached, highest = [], 0
+    for rank in ranks:
+        highest = max(highest, rank)
+        reached.append(highest)
+    returning = _returning(flow, [rank < high for rank, high in zip(ranks, reached, strict=True)])
+    if not any(returning):
+        return flow
+    goal = [
+        rank if back else high for rank, high, back in zip(ranks, reached, returning, strict=True)
+    ]
+    order = sorted(
+        range(len(goal)), key=goal.__getitem__
+    )  # stable: the order of the trace within a rank
+    return dataclasses.replace(
+        flow,
+        main=tuple(flow.main[n] for n in order),
+        reads=tuple(flow.reads[n] for n in order),
+        places=tuple(flow.places[n] for n in order),
+    )
+
+
+def _ranks(flow: Flow, keys: Sequence[Hashable]) -> list[int]:
+    """The rank of each main equation's value."""
+    first: dict[Hashable, int] = {}
+    of: dict[Var, int] = {}
+    ranks = []
+    for place, (eqn, numbers) in enumerate(zip(flow.main, flow.reads, strict=True)):
+        own = [first.setdefault(keys[n], place) for n in numbers]
+        rank = max([*own, *(of.get(atom, 0) for atom in eqn.invars if is_var(atom))], default=0)
+        of.update((var, rank) for var in eqn.outvars)
+        ranks.append(rank)
+    return ranks
+
+
+def _returning(flow: Flow, behind: Sequence[bool]) -> list[bool]:
+    """Which equations return."""
+    ends = [False] * len(behind)
+    made: set[Var] = set()
+    for n, eqn in enumerate(flow.main):
+        if not behind[n]:
+            continue
+        follows = not made.isdisjoint(filter(is_var, eqn.invars))
+        ends[n] = bool(flow.reads[n]) and (follows or _multiplies(eqn))
+        if follows or ends[n]:
+            made.update(eqn.outvars)
+    found = [False] * len(behind)
+    wanted: set[Var] = set()
+    for n in reversed(range(len(behind))):
+        eqn = flow.main[n]
+        if behind[n] and (ends[n] or not wanted.isdisjoint(eqn.outvars)):
+            found[n] = True
+            wanted.update(atom for atom in eqn.invars if is_var(atom))
+    return found
+
+
+def _multiplies(eqn: Eqn) -> bool:
+    """Whether an equation is a product, or a loop or call that may hold some."""
+    name = eqn.primitive.name
+    return name in _PRODUCTS or name in KERNELS or any(True for _ in compat.sub_jaxprs(eqn))
