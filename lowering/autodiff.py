@@ -39,7 +39,7 @@ class LayerCode:
     Attributes:
         forward: [parameters it reads, operands, inputs] -> [outputs, residuals].
         backward: [parameters, operands, inputs and residuals as named below, cotangents of the differentiable
-            outputs] -> [gradients of all parameters it reads, cotangents of the differentiable inputs].
+            outputs] -> [gradients of the trained parameters it reads, cotangents of the differentiable inputs].
         residuals: types of the residuals.
         backward_reads: the parameters whose value backward needs.
         backward_operands: the operands whose value backward needs.
@@ -89,7 +89,7 @@ def differentiate_all(
 
 def _key(layer: Layer, variables: Sequence[LossVariable]) -> tuple[Any, ...]:
     roles = tuple((variables[n].differentiable, variables[n].role) for n in layer.outputs)
-    counts = (len(layer.reads), len(layer.operands))
+    counts = (len(layer.reads), len(layer.trained), len(layer.operands))
     moving = tuple(_differentiable(layer.inputs, variables))
     return (fingerprint(layer.program), counts, moving, roles)
 
@@ -144,7 +144,7 @@ def _trace(layer: Layer, variables: Sequence[LossVariable]) -> tuple[Graph, Grap
     reads, operands = len(layer.reads), len(layer.operands)
     moving_in = _differentiable(layer.inputs, variables)
     moving_out = [variables[n].differentiable and variables[n].role != "aux" for n in layer.outputs]
-    moved = list(range(reads)) + [
+    moved = list(range(len(layer.trained))) + [
         reads + operands + i for i, moves in enumerate(moving_in) if moves
     ]
     avals = layer.program.in_avals

@@ -71,6 +71,7 @@ class StepCode:
         paths: name of each parameter.
         master: types of the parameters in the user's state.
         view_dtypes: compute dtype of each parameter.
+        fixed: leaves of held parameters that never change, whole on every device of their group.
         data_parallel: D.
         microbatches: m.
         zero: 1 or 2.
@@ -91,6 +92,7 @@ class StepCode:
     paths: tuple[str, ...]
     master: tuple[Any, ...]
     view_dtypes: tuple[Any, ...]
+    fixed: frozenset[int]
     data_parallel: int
     microbatches: int
     zero: int
@@ -114,8 +116,14 @@ class StepCode:
         axes: dict[int, int | None] = dict.fromkeys(self.update.replicated)
         for layer in self.update.layers:
             for leaf in (*layer.parameters, *layer.optimizer):
-                axes[leaf] = self.axis(invars[leaf].aval.shape)
+                axes[leaf] = None if leaf in self.fixed else self.axis(invars[leaf].aval.shape)
         return axes
+
+    @functools.cached_property
+    def param_axes(self) -> tuple[int | None, ...]:
+        """The axis along which each parameter is cut."""
+        number = {var: leaf for leaf, var in enumerate(self.regions.step.invars)}
+        return tuple(self.shard_axes[number[var]] for var in self.regions.params)
 
     @functools.cached_property
     def leaf_stages(self) -> dict[int, int]:
@@ -210,6 +218,14 @@ class StepCode:
             for p in layer.reads:
                 found.setdefault((self.stage_of[n], self.owner[p]), set()).add(p)
         return {key: tuple(sorted(params)) for key, params in sorted(found.items())}
+
+    @functools.cached_property
+    def gradients(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Those of `bundles` that the loss is differentiated by: the parameters that have gradients there."""
+        trained = self.regions.trained
+        return {
+            key: tuple(p for p in params if p < trained) for key, params in self.bundles.items()
+        }
 
     def borrowers(self, layer: int) -> list[int]:
         """Stages, other than its own, that read parameters of a layer."""

@@ -40,7 +40,7 @@ class Flow:
         main: main equations, in order.
         sides: side equations, in order.
         maker: the side equation that makes each side value.
-        from_params: parameters and all that depends on them.
+        moving: the parameters that the loss is differentiated by, and all that depends on them.
         behind: numbers of the parameters that each parameter or side value is made from.
         reads: numbers of the parameters that each main equation reads.
         places: how many equations of the loss stand before each main one.
@@ -49,10 +49,14 @@ class Flow:
     main: tuple[Eqn, ...]
     sides: tuple[Eqn, ...]
     maker: Mapping[Var, Eqn]
-    from_params: frozenset[Var]
+    moving: frozenset[Var]
     behind: Mapping[Var, frozenset[int]]
     reads: tuple[frozenset[int], ...]
     places: tuple[int, ...]
+
+    def moves(self, eqn: Eqn) -> bool:
+        """Whether an equation's results depend on what the loss is differentiated by."""
+        return any(var in self.moving for var in eqn.outvars)
 
 
 def strip_marks(loss: Graph) -> tuple[Graph, tuple[Mark, ...]]:
@@ -99,12 +103,13 @@ def _hidden_mark(eqn: Eqn) -> str | None:
     return None
 
 
-def sort_equations(loss: Graph, params: int) -> Flow:
+def sort_equations(loss: Graph, params: int, trained: int | None = None) -> Flow:
     """Finds the main and the side equations of a loss.
 
     Args:
         loss: a loss without marks; its first inputs are the parameters, the others the operands.
         params: how many parameters there are.
+        trained: how many of them, the first ones, the loss is differentiated by; all unless given.
 
     Returns:
         The equations that its results need, sorted.
@@ -112,6 +117,7 @@ def sort_equations(loss: Graph, params: int) -> Flow:
     Raises:
         StepError: they need none.
     """
+    moving = set(loss.invars[:trained] if trained is not None else loss.invars[:params])
     from_params = set(loss.invars[:params])
     from_operands = set(loss.invars[params:])
     live = needed(loss.eqns, loss.outvars, loss.invars)[0]
@@ -121,7 +127,7 @@ def sort_equations(loss: Graph, params: int) -> Flow:
             " Compute it from them inside the function that ratrain_jax.value_and_grad takes."
         )
     for eqn in live:
-        for reached in (from_params, from_operands):
+        for reached in (moving, from_params, from_operands):
             if any(is_var(atom) and atom in reached for atom in eqn.invars):
                 reached.update(eqn.outvars)
     both = from_params & from_operands
@@ -134,7 +140,7 @@ def sort_equations(loss: Graph, params: int) -> Flow:
         main=main,
         sides=sides,
         maker={var: eqn for eqn in sides for var in eqn.outvars},
-        from_params=frozenset(from_params),
+        moving=frozenset(moving),
         behind=behind,
         reads=tuple(_union(behind, eqn) for eqn in main),
         places=tuple(place[eqn.outvars[0]] for eqn in main),

@@ -42,7 +42,7 @@ class Durations:
 
     def collective(self, count: int) -> float:
         """A reduce-scatter or all-gather of `count` bytes over the group."""
-        return all_gather_seconds(self.machine, count, self.data_parallel)
+        return all_gather_seconds(self.machine, count, self.data_parallel) if count else 0.0
 
     def sweep(self, count: int) -> float:
         """Reading or writing bytes of main memory."""

@@ -7,16 +7,14 @@ layers run on the stages where a train step keeps their parameters, if it is kno
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.autodiff import LayerCode
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.graph import fingerprint
 from ratrain_jax.lowering.layers import LayeredLoss
-from ratrain_jax.lowering.regions import loss_region_p
 from ratrain_jax.lowering.stacks import StackMap, flat_parts
-from ratrain_jax.lowering.trace import Trace
 
 
 def forward_code(layered: LayeredLoss) -> tuple[LayeredLoss, tuple[LayerCode, ...]]:
@@ -39,30 +37,40 @@ def forward_code(layered: LayeredLoss) -> tuple[LayeredLoss, tuple[LayerCode, ..
     return dataclasses.replace(layered, layers=layers, variables=still), codes
 
 
-def differentiated(trace: Trace) -> list[tuple[int, tuple[str, ...]]] | None:
-    """The leaves of the state that a train step's loss is differentiated by, with their paths.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Homes:
+    """Where a train step keeps the leaves of the user's state.
 
-    Args:
-        trace: the step as the user wrote it.
-
-    Returns:
-        None if the loss stands inside another call.
+    Attributes:
+        stages: for each leaf its stage, or of a stacked one those of its layers.
+        fixed: the leaves that every device of their group has whole, because they never change.
     """
-    jaxpr = trace.whole.jaxpr
-    number = {var: n for n, var in enumerate(jaxpr.invars)}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is loss_region_p:
-            chosen = [eqn.invars[i] for i in eqn.params["diff"]]
-            paths = eqn.params["paths"]
-            return [(number[var], path) for var, path in zip(chosen, paths, strict=True)]
-    return None
+
+    stages: tuple[tuple[int, ...], ...]
+    fixed: frozenset[int]
+
+    def of(self, leaves: Sequence[int]) -> Homes:
+        """Those of some leaves, in their order."""
+        fixed = frozenset(place for place, leaf in enumerate(leaves) if leaf in self.fixed)
+        return Homes(tuple(self.stages[leaf] for leaf in leaves), fixed)
 
 
-def state_homes(code: StepCode) -> tuple[tuple[int, ...], ...]:
-    """For each leaf of the user's state the stage that a train step keeps it on, or of a stacked one those of its layers."""
+def state_homes(code: StepCode) -> Homes:
+    """Where a train step keeps the leaves of the user's state."""
     stage = code.leaf_stages
     parts = range(len(stage)) if code.stacks is None else code.stacks.states
-    return tuple(tuple(stage[leaf] for leaf in flat_parts(part)) for part in parts)
+    opened = [flat_parts(part) for part in parts]
+    return Homes(
+        tuple(tuple(stage[leaf] for leaf in leaves) for leaves in opened),
+        frozenset(n for n, leaves in enumerate(opened) if code.fixed.issuperset(leaves)),
+    )
+
+
+def opened_leaves(leaves: Collection[int], stacks: StackMap | None) -> frozenset[int]:
+    """The leaves of the opened step that some of the user's became."""
+    if stacks is None:
+        return frozenset(leaves)
+    return frozenset(part for leaf in leaves for part in flat_parts(stacks.states[leaf]))
 
 
 def opened_homes(

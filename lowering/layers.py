@@ -52,6 +52,7 @@ class Layer:
         name: the path of the parameters that it begins with, or the name of its mark.
         owned: numbers of the parameters of which it is the first reader.
         reads: numbers of all parameters that it reads, ascending.
+        trained: the first of them, those that the loss is differentiated by.
         operands: numbers of the operands that it reads, ascending.
         inputs: numbers of the variables that it reads, ascending.
         outputs: numbers of the variables that it makes, ascending.
@@ -64,6 +65,7 @@ class Layer:
     name: str
     owned: tuple[int, ...]
     reads: tuple[int, ...]
+    trained: tuple[int, ...]
     operands: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -129,15 +131,18 @@ def find_layers(
     operands: int,
     stages: float,
     machine: Machine,
+    trained: int | None = None,
 ) -> LayeredLoss:
     """Cuts a loss into layers: at its marks, or else by the rule of `cuts`.
 
     Args:
         loss: its inputs are the parameters, then the operands.
-        paths: the path of each parameter in the tree by which the loss is differentiated.
+        paths: the path of each parameter in the tree by which the loss is differentiated; parameters of one path
+            are owned by one layer.
         operands: how many operands there are.
         stages: how many stages the layers will be balanced into; a plan's may be a fraction.
         machine: what their costs are counted for.
+        trained: how many parameters the loss is differentiated by, the first ones; all unless given.
 
     Returns:
         The layers and the variables between them.
@@ -148,13 +153,13 @@ def find_layers(
     """
     params = len(loss.invars) - operands
     loss, marks = strip_marks(loss)
-    flow = sort_equations(loss, params)
+    flow = sort_equations(loss, params, params if trained is None else trained)
     if not marks:
-        flow = together(flow, range(params))
+        flow = together(flow, paths)
     spans = _spans(loss, flow, _short(paths), marks, stages, machine)
     layers = [number for number, span in enumerate(spans) for _ in range(span.start, span.end)]
     sizes = [aval_bytes(var.aval) for var in loss.invars[:params]]
-    placement = place_sides(flow, layers, loss.outvars, sizes, machine)
+    placement = place_sides(flow, layers, loss.outvars, sizes, paths, machine)
     entries = _entries(loss, flow, layers, placement)
     found = [
         _layer(number, span, loss, flow, placement, entries, params, machine)
@@ -170,7 +175,7 @@ def find_layers(
         )
         for entry in entries
     ]
-    return LayeredLoss(_with_owners(found, params), tuple(variables))
+    return LayeredLoss(_with_owners(found, paths), tuple(variables))
 
 
 def _short(paths: Sequence[Path]) -> list[Path]:
@@ -196,7 +201,7 @@ def _spans(
     sizes = {var: aval_bytes(var.aval) for eqn in flow.main for var in eqn.outvars}
     seconds = _seconds(flow, machine)
     for param, places in zip(loss.invars, reads, strict=False):
-        if places:
+        if places and param in flow.moving:
             seconds[places[0]] += _accumulation(param.aval, machine)
     before = list(itertools.accumulate(seconds, initial=0.0))
     codes = [_code(eqn) for eqn in flow.main]
@@ -216,7 +221,8 @@ def _seconds(flow: Flow, machine: Machine) -> list[float]:
     results = [var for eqn in flow.main[-1:] for var in eqn.outvars]
     costs = equation_costs(eqns, results)
     seconds = [
-        PASSES * equation_seconds(eqn, cost, machine) for eqn, cost in zip(eqns, costs, strict=True)
+        (PASSES if flow.moves(eqn) else 1) * equation_seconds(eqn, cost, machine)
+        for eqn, cost in zip(eqns, costs, strict=True)
     ]
     own = seconds[len(flow.sides) :]
     first: dict[Var, int] = {}
@@ -270,7 +276,7 @@ def _entries(
 
 
 def _differentiable(atom: Atom, flow: Flow) -> bool:
-    dependent = is_var(atom) and atom in flow.from_params
+    dependent = is_var(atom) and atom in flow.moving
     return dependent and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
@@ -290,6 +296,7 @@ def _layer(
     eqns = _ordered(number, flow.main[span.start : span.end], flow, placement, results)
     free = needed(eqns, results)[1]
     reads = [i for i, var in enumerate(loss.invars[:params]) if var in free]
+    trained = tuple(i for i in reads if loss.invars[i] in flow.moving)
     operands = [i for i, var in enumerate(loss.invars[params:]) if var in free]
     invars = [
         *(loss.invars[i] for i in reads),
@@ -301,19 +308,30 @@ def _layer(
         name=span.name,
         owned=(),
         reads=tuple(reads),
+        trained=trained,
         operands=tuple(operands),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         program=program,
         cost=jaxpr_cost(program),
-        seconds=PASSES * jaxpr_seconds(program, machine)
-        + sum(_accumulation(loss.invars[i].aval, machine) for i in reads),
+        seconds=_passes(eqns, flow, machine) * jaxpr_seconds(program, machine)
+        + sum(_accumulation(loss.invars[i].aval, machine) for i in trained),
         checkpointed=any(
             var in loss.checkpointed
             for eqn in flow.main[span.start : span.end]
             for var in eqn.outvars
         ),
     )
+
+
+def _passes(eqns: Sequence[Eqn], flow: Flow, machine: Machine) -> float:
+    """How many times as long as forward a layer takes in all: what no gradient flows through only goes forward."""
+    if all(map(flow.moves, eqns)):
+        return PASSES
+    costs = equation_costs(eqns, ())
+    seconds = [equation_seconds(eqn, cost, machine) for eqn, cost in zip(eqns, costs, strict=True)]
+    moving = sum(own for eqn, own in zip(eqns, seconds, strict=True) if flow.moves(eqn))
+    return 1 + (PASSES - 1) * moving / sum(seconds) if moving else 1
 
 
 def _accumulation(param: Any, machine: Machine) -> float:
@@ -360,14 +378,14 @@ def _ordered(
     return eqns
 
 
-def _with_owners(layers: Sequence[Layer], params: int) -> tuple[Layer, ...]:
-    owner: dict[int, int] = {}
+def _with_owners(layers: Sequence[Layer], paths: Sequence[Path]) -> tuple[Layer, ...]:
+    owner: dict[Path, int] = {}
     for number, layer in enumerate(layers):
         for param in layer.reads:
-            owner.setdefault(param, number)
+            owner.setdefault(paths[param], number)
     owned: list[list[int]] = [[] for _ in layers]
-    for param in range(params):
-        owned[owner.get(param, 0)].append(param)
+    for param, path in enumerate(paths):
+        owned[owner.get(path, 0)].append(param)
     return tuple(
         dataclasses.replace(layer, owned=tuple(numbers))
         for layer, numbers in zip(layers, owned, strict=True)

@@ -14,9 +14,16 @@ from ratrain_jax.lowering.autodiff import differentiate_all
 from ratrain_jax.lowering.blocks import group_blocks
 from ratrain_jax.lowering.code import StepCode
 from ratrain_jax.lowering.collector import collector_paused
-from ratrain_jax.lowering.evaluation import forward_code, opened_homes, stages_at_home
+from ratrain_jax.lowering.evaluation import (
+    Homes,
+    forward_code,
+    opened_homes,
+    opened_leaves,
+    stages_at_home,
+)
 from ratrain_jax.lowering.graph import cut, needed
 from ratrain_jax.lowering.half_residuals import narrow_residuals
+from ratrain_jax.lowering.held import hold
 from ratrain_jax.lowering.layers import find_layers
 from ratrain_jax.lowering.precision import hoist_casts
 from ratrain_jax.lowering.program import Program, Settings
@@ -38,7 +45,7 @@ def lower_step(
     machine: Machine,
     boundaries: Sequence[str] | None = None,
     kernels: Arithmetic | None = None,
-    homes: Sequence[Sequence[int]] | None = None,
+    homes: Homes | None = None,
     layering: float | None = None,
 ) -> tuple[StepCode, Program]:
     """Lowers a traced step.
@@ -49,8 +56,8 @@ def lower_step(
         machine: what costs are counted for.
         boundaries: the first layer of each stage but stage 0; chosen unless given.
         kernels: how kernels compute the products that they take; XLA takes all unless given.
-        homes: of a step that evaluates, for each leaf of the state the stage that it lies on, or of a stacked one those
-            of its layers; layers then go where their parameters are, if that gives stages in a row.
+        homes: of a step that evaluates, where the leaves of the state lie; layers then go where their parameters are, if
+            that gives stages in a row.
         layering: for how many stages layers are found; for those of the settings unless given.
 
     Raises:
@@ -69,10 +76,11 @@ def compile_code(
     machine: Machine,
     boundaries: Sequence[str] | None = None,
     kernels: Arithmetic | None = None,
-    homes: Sequence[Sequence[int]] | None = None,
+    homes: Homes | None = None,
     layering: float | None = None,
 ) -> StepCode:
     """All passes that come before ops and their order."""
+    trace = hold(trace)
     opened, stacks = open_stacks(trace)
     rest = (settings, machine, boundaries, kernels, homes, layering or settings.stages)
     try:
@@ -91,7 +99,7 @@ def _compile_opened(
     machine: Machine,
     boundaries: Sequence[str] | None,
     kernels: Arithmetic | None,
-    homes: Sequence[Sequence[int]] | None,
+    homes: Homes | None,
     layering: float,
 ) -> StepCode:
     parts = settings.data_parallel * settings.microbatches
@@ -111,14 +119,17 @@ def _compile_opened(
         loss,
         regions.paths,
         operands=len(regions.operands),
+        trained=regions.trained,
         stages=layering,
         machine=machine,
     )
     stage_of = None
+    fixed = _fixed(regions, trace.state_out, view_dtypes)
     if homes is not None:
         leaves = [regions.step.invars.index(var) for var in regions.params]
-        at_home = opened_homes(homes, stacks, leaves)
+        at_home = opened_homes(homes.stages, stacks, leaves)
         stage_of = stages_at_home(layered, settings.stages, at_home)
+        fixed = opened_leaves(homes.fixed, stacks)
     if stage_of is None:
         stage_of = split_stages(layered, settings.stages, machine=machine, boundaries=boundaries)
     if settings.trains:
@@ -147,9 +158,10 @@ def _compile_opened(
         block_of=group_blocks(stage_of),
         update=update,
         names=trace.names,
-        paths=tuple("/".join(path) for path in regions.paths),
+        paths=_shown(regions, trace.names),
         master=tuple(var.aval for var in regions.params),
         view_dtypes=view_dtypes,
+        fixed=fixed,
         data_parallel=settings.data_parallel,
         microbatches=settings.microbatches,
         zero=settings.zero,
@@ -158,6 +170,33 @@ def _compile_opened(
         prologue_arguments=arguments,
         routing=routing,
         stacks=stacks,
+    )
+
+
+def _shown(regions: Regions, names: Sequence[str]) -> tuple[str, ...]:
+    """The name of each parameter: its path, or for a held one its path in the state."""
+    number = {var: leaf for leaf, var in enumerate(regions.step.invars)}
+    held = regions.params[regions.trained :]
+    trained = ("/".join(path) for path in regions.paths[: regions.trained])
+    return (*trained, *(names[number[var]] for var in held))
+
+
+def _fixed(
+    regions: Regions, state_out: Sequence[int | None], view_dtypes: Sequence[Any]
+) -> frozenset[int]:
+    """Leaves of held parameters that never change and are read as they are: every device of a group has them whole.
+
+    In shards they would take more memory, for each has the whole view, and be gathered in every step.
+    """
+    step = regions.step
+    number = {var: leaf for leaf, var in enumerate(step.invars)}
+    held = range(regions.trained, len(regions.params))
+    found = {number[regions.params[p]]: p for p in held}
+    return frozenset(
+        leaf
+        for leaf, p in found.items()
+        if view_dtypes[p] == step.invars[leaf].aval.dtype
+        and ((out := state_out[leaf]) is None or step.outvars[out] is step.invars[leaf])
     )
 
 
@@ -196,6 +235,6 @@ def _check_read_state(
                 )
             raise UnsupportedError(
                 f"{where} It is not differentiated by it, but its new value is made from arrays of the layer"
-                f" `{layer_names[number]}`, so it lives with that layer. Keep what follows the parameters (a target"
-                " network) out of the loss, or compute what the loss needs of it in a step of its own."
+                f" `{layer_names[number]}`, so it lives with that layer. Read it inside the loss, as it is, and make it from"
+                " one parameter's arrays alone (a moving average, a copy)."
             )

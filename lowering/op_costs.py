@@ -287,8 +287,10 @@ class OpCoster:
         return Work(seconds=seconds, launch_seconds=seconds)
 
     def swept(self, op: Op, flops: float = 0) -> Work:
-        """A program that reads and writes all values of an op."""
+        """A program that reads and writes all values of an op; none where these are empty."""
         count = sum(self.value(v).bytes for v in (*op.reads, *op.writes))
+        if not self.program.makes_arrays(op):
+            return Work()
         seconds = self.durations.sweep(count)
         busy = flops / self.machine.peak("float32")
         return self.launch() + Work(
@@ -312,6 +314,8 @@ class OpCoster:
     def collected(self, count: int) -> Work:
         """A reduce-scatter or all-gather over the group, of an array of `count` bytes."""
         ranks = self.code.data_parallel
+        if not count:
+            return Work()
         return self.sent((ranks - 1) * count // ranks, self.durations.collective(count))
 
     def program_of(self, layer: int, which: str) -> Work:
@@ -326,7 +330,8 @@ def _run(which: str) -> Callable[[OpCoster, Any], Iterator[tuple[int, Work]]]:
     def rule(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
         for layer in range(*op.layers):
             work = coster.program_of(layer, which)
-            yield layer, work + coster.launch() if layer == op.layers[0] else work
+            starts = layer == op.layers[0] and coster.program.makes_arrays(op)
+            yield layer, work + coster.launch() if starts else work
 
     return rule
 

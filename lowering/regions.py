@@ -3,8 +3,9 @@
 Terms.
     The **loss region** is the one equation that `value_and_grad` leaves in the trace: the loss captured whole, with what it
     closes over. The **prologue** is what the region's inputs depend on; the **update** is everything that is left.
-    A **parameter** is an input that the loss is differentiated by; an **operand** is any other input of the loss. An
-    operand is *split* if its axis 0 scales with the batch: each microbatch then reads its own rows.
+    A **parameter** is an input that the loss is differentiated by, or one that it holds (see
+    `ratrain_jax.lowering.held`); an **operand** is any other input of the loss. An operand is *split* if its axis 0
+    scales with the batch: each microbatch then reads its own rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ loss_region_p.multiple_results = True
 
 
 def _evaluate(
-    *args: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Paths, reduction: str
+    *args: Any,
+    loss: jex.ClosedJaxpr,
+    diff: tuple[int, ...],
+    held: tuple[int, ...],
+    paths: Paths,
+    reduction: str,
 ) -> list[Any]:
     def call(params: Sequence[Any]) -> tuple[Any, list[Any]]:
         full = list(args)
@@ -48,7 +54,12 @@ def _evaluate(
 
 
 def _types(
-    *avals: Any, loss: jex.ClosedJaxpr, diff: tuple[int, ...], paths: Paths, reduction: str
+    *avals: Any,
+    loss: jex.ClosedJaxpr,
+    diff: tuple[int, ...],
+    held: tuple[int, ...],
+    paths: Paths,
+    reduction: str,
 ) -> list[Any]:
     value, *aux = loss.out_avals
     return [value, *aux[reduction == "weighted" :], *(avals[i] for i in diff)]
@@ -125,12 +136,12 @@ class Regions:
         step: the whole step at the size of the global batch; its inputs are the state's leaves, then the batch's.
         states: how many of its inputs are leaves of the state.
         loss: the loss at the size of a microbatch; its inputs are the parameters, then the operands.
-        params: the step's variable behind each parameter.
-        paths: the path of each parameter in what the loss is differentiated by.
+        params: the step's variable behind each parameter; those that the loss is differentiated by come first.
+        paths: the path of each parameter in what the loss is differentiated by; of a held one, the path that it would have.
         operands: what the loss reads beside.
         sources: the step's variable behind each operand.
         results: the step's variables that take the loss (or its sum and its weight) and the auxiliary values.
-        grads: the step's variables that take the gradients, one a parameter.
+        grads: the step's variables that take the gradients, one for each of the first parameters.
         reduction: what the loss is over its examples (see `ratrain_jax.lowering.results`).
         joins: how each of `results` is joined over ranks and microbatches.
         rest: the equations of the update.
@@ -148,6 +159,11 @@ class Regions:
     reduction: str
     joins: tuple[str, ...]
     rest: tuple[Any, ...]
+
+    @property
+    def trained(self) -> int:
+        """How many parameters the loss is differentiated by; the others are held."""
+        return len(self.grads)
 
 
 _HOW_MANY = (
@@ -194,6 +210,11 @@ def _hides_loss(eqn: Any) -> bool:
     return False
 
 
+def parameters_of(region: Any) -> tuple[int, ...]:
+    """The inputs of a loss that are parameters: those that it is differentiated by, then those that it holds."""
+    return (*region.params["diff"], *region.params["held"])
+
+
 def split_step(
     whole: jex.ClosedJaxpr,
     small: jex.ClosedJaxpr,
@@ -222,11 +243,11 @@ def split_step(
     small_region = find_loss(micro, where)
     taken = take_results(step, find_loss(step, where), small_region, states, parts)
     step, region = taken.step, taken.region
-    diff = region.params["diff"]
+    params = parameters_of(region)
     micro_loss = inline(small_region.params["loss"])
     loss = dataclasses.replace(micro_loss, outvars=tuple(micro_loss.outvars[n] for n in taken.kept))
     inputs = range(len(region.invars))
-    chosen = [i for i in inputs if i not in set(diff)]
+    chosen = [i for i in inputs if i not in set(params)]
     argument = {var: i for i, var in enumerate(step.invars) if i >= states}
     _refuse_batch(region, argument, names)
     operands = tuple(
@@ -237,14 +258,14 @@ def split_step(
         varied = [i for i, operand in zip(chosen, operands, strict=True) if operand.split]
         warn_of_other_losses(whole_loss, micro_loss, varied, parts, region.params["reduction"])
     # The order of the loss's own inputs follows: parameters first.
-    loss = dataclasses.replace(loss, invars=tuple(loss.invars[i] for i in [*diff, *chosen]))
+    loss = dataclasses.replace(loss, invars=tuple(loss.invars[i] for i in [*params, *chosen]))
     sources = [region.invars[i] for i in chosen]
     loss, numbered = fold_keys(loss, parts)
     if numbered is not None:
         step = dataclasses.replace(step, eqns=(numbered, *step.eqns))
         sources += numbered.outvars
         operands += (Operand("microbatch numbers", True, None, numbered.outvars[0].aval),)
-    split = [i for i, operand in enumerate(operands, len(diff)) if operand.split]
+    split = [i for i, operand in enumerate(operands, len(params)) if operand.split]
     warn_of_shared_keys(loss, [loss.invars[i] for i in split], parts)
     made = {var for eqn in _prologue_eqns(step, region) for var in eqn.outvars}
     rest = tuple(eqn for eqn in step.eqns if eqn is not region and not made.issuperset(eqn.outvars))
@@ -252,7 +273,7 @@ def split_step(
         step=step,
         states=states,
         loss=loss,
-        params=tuple(region.invars[i] for i in diff),
+        params=tuple(region.invars[i] for i in params),
         paths=region.params["paths"],
         operands=operands,
         sources=tuple(sources),
@@ -289,7 +310,8 @@ def _operand(
 ) -> Operand:
     atom, small = region.invars[index], small_region.invars[index]
     number = argument.get(atom) if is_var(atom) else None
-    name = names[number] if number is not None else _origin(step, atom)
+    leaf = step.invars.index(atom) if is_var(atom) and atom in step.invars else None
+    name = names[leaf] if leaf is not None else _origin(step, atom)
     large_shape, small_shape = tuple(atom.aval.shape), tuple(small.aval.shape)
     if large_shape == small_shape:
         return Operand(name, False, number, atom.aval)

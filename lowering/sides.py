@@ -12,7 +12,7 @@ parameters are at home and handed on, so that its reader need not borrow them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.cost import aval_bytes, equation_costs, equation_seconds
@@ -50,6 +50,7 @@ def place_sides(
     layers: Sequence[int],
     outvars: Sequence[Atom],
     param_bytes: Sequence[int],
+    keys: Sequence[Hashable],
     machine: Machine,
 ) -> SidePlacement:
     """Decides in which layers each side equation runs.
@@ -59,16 +60,17 @@ def place_sides(
         layers: the layer of each main equation, ascending.
         outvars: results of the loss; what of them is no main value is wanted in the last layer.
         param_bytes: bytes of each parameter.
+        keys: one a parameter; those of equal keys have one home.
         machine: what making and sending are costed for.
 
     Returns:
         The placement.
     """
-    home: dict[int, int] = {}  # the first layer that reads each parameter
+    home: dict[Hashable, int] = {}  # the first layer that reads parameters of each key
     needs: dict[Var, set[int]] = {var: set() for var in flow.maker}
     for layer, eqn, numbers in zip(layers, flow.main, flow.reads, strict=True):
         for number in numbers:
-            home.setdefault(number, layer)
+            home.setdefault(keys[number], layer)
         for atom in eqn.invars:
             if is_var(atom) and atom in needs:
                 needs[atom].add(layer)
@@ -84,7 +86,8 @@ def place_sides(
         made = wanted
         if len(wanted) > 1 and handed[number]:
             made = {min(wanted)}
-        made = _at_home(eqn, flow, home, param_bytes, made)
+        homes = {p: home[keys[p]] for p in flow.behind.get(eqn.outvars[0], ()) if keys[p] in home}
+        made = _at_home(eqn, flow, homes, param_bytes, made)
         if made != wanted:
             maker = min(made)
             passed.update(

@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.graph import Atom, Eqn, Var
-from ratrain_jax.lowering.regions import loss_region_p
+from ratrain_jax.lowering.regions import loss_region_p, parameters_of
 from ratrain_jax.lowering.slice_rules import Sliced, Value
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def _checkpoint(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value] 
 
 def _loss_region(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value]:
     """The loss, by whose slices it is then differentiated."""
-    loss, diff = eqn.params["loss"], eqn.params["diff"]
-    given = [value if i in diff else slicer.whole(value) for i, value in enumerate(operands)]
+    loss, diff, params = eqn.params["loss"], eqn.params["diff"], parameters_of(eqn)
+    given = [value if i in params else slicer.whole(value) for i, value in enumerate(operands)]
     part = slicer.inside(True)
     part.consts.update(zip(loss.jaxpr.constvars, loss.consts, strict=True))
     inputs, flat = slicer.enter(part, loss.jaxpr.invars, given)
@@ -116,19 +116,21 @@ def _loss_region(slicer: Slicer, eqn: Eqn, operands: list[Value]) -> list[Value]
     ends = [part.whole(part.read(atom)) for atom in loss.jaxpr.outvars]
     counts = [len(v.slices) if isinstance(v, Sliced) else 0 for v in given]
     starts = [sum(n or 1 for n in counts[:i]) for i in range(len(counts))]
-    numbers, paths = [], []
-    for i, path in zip(diff, eqn.params["paths"], strict=True):
-        numbers.extend(range(starts[i], starts[i] + (counts[i] or 1)))
+    places: dict[int, range] = {}
+    paths: list[tuple[str, ...]] = []
+    for i, path in zip(params, eqn.params["paths"], strict=True):
+        places[i] = range(starts[i], starts[i] + (counts[i] or 1))
         paths.extend([slicer.paths(path, k) for k in range(counts[i])] or [path])
     results = [0] * (len(eqn.outvars) - len(diff))
     outputs, values = slicer.results(eqn.outvars, [*results, *(counts[i] for i in diff)])
-    params = {
+    changed = {
         **eqn.params,
         "loss": _close(part, inputs, ends),
-        "diff": tuple(numbers),
+        "diff": tuple(number for i in diff for number in places[i]),
+        "held": tuple(number for i in eqn.params["held"] for number in places[i]),
         "paths": tuple(paths),
     }
-    slicer.add(eqn.replace(invars=flat, outvars=outputs, params=params))
+    slicer.add(eqn.replace(invars=flat, outvars=outputs, params=changed))
     return values
 
 

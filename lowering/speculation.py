@@ -94,7 +94,7 @@ def _given(layer: LayerUpdate, phase: int, scalars: Sequence[Known | None]) -> l
     """What a layer is expected to give to the reduction after a phase."""
     program, partials = layer.phases[phase], layer.partials[phase]
     avals = program.in_avals
-    zeros = [Known(np.zeros((), aval.dtype), settled=False) for aval in avals[: len(layer.params)]]
+    zeros = [Known(np.zeros((), aval.dtype), settled=False) for aval in avals[: len(layer.trained)]]
     unknown = len(avals) - len(zeros) - len(scalars)
     made = Folding(program, [*zeros, *[None] * unknown, *scalars], guess=True).outputs
     return [

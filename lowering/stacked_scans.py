@@ -22,25 +22,25 @@ from ratrain_jax.lowering.slice_rules import RULES, SLICES
 _NONE: frozenset[int] = frozenset()
 
 
-def scans_of_layers(loss: jex.ClosedJaxpr, diff: Sequence[int]) -> list[tuple[int, ...]]:
+def scans_of_layers(loss: jex.ClosedJaxpr, params: Sequence[int]) -> list[tuple[int, ...]]:
     """The scans that are to be opened.
 
     Args:
         loss: the loss, captured whole.
-        diff: its inputs that are parameters.
+        params: its inputs that are parameters.
 
     Returns:
-        For each scan the parameters (by their place in `diff`) that are stacked in what it scans.
+        For each scan the parameters (by their place in `params`) that are stacked in what it scans.
     """
     jaxpr = loss.jaxpr
     finder = _Finder()
-    for number, i in enumerate(diff):
+    for number, i in enumerate(params):
         var = jaxpr.invars[i]
         finder.params[var] = True
         if len(var.aval.shape):
             finder.stacks[var] = frozenset({number})
     for i, var in enumerate(jaxpr.invars):
-        if i not in diff:
+        if i not in params:
             finder.params[var] = False
     finder.walk(jaxpr.eqns)
     return finder.found

@@ -21,8 +21,9 @@ from jax.extend import core as jex
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.graph import Atom, Graph, Var, inline, is_var, needed
+from ratrain_jax.lowering.held import one_region
 from ratrain_jax.lowering.labels import is_small
-from ratrain_jax.lowering.regions import loss_region_p
+from ratrain_jax.lowering.regions import parameters_of
 from ratrain_jax.lowering.slicing import Sliced, Slicer, slice_type
 from ratrain_jax.lowering.stacked_scans import scans_of_layers
 from ratrain_jax.lowering.trace import Trace
@@ -111,14 +112,15 @@ def _open_once(
 ) -> tuple[Trace, StackMap] | None:
     """Opens the outermost scans; None if there are none."""
     step = inline(trace.whole)
-    region = _region(step)
+    region = one_region(step)
     if region is None:
         return None
     number = {var: leaf for leaf, var in enumerate(step.invars[: trace.states])}
-    params = [region.invars[i] for i in region.params["diff"]]
+    places = parameters_of(region)
+    params = [region.invars[i] for i in places]
     scans = [
         [p for p in scan if is_var(params[p]) and params[p] in number]
-        for scan in scans_of_layers(region.params["loss"], region.params["diff"])
+        for scan in scans_of_layers(region.params["loss"], places)
     ]
     names = _SliceNames([[region.params["paths"][p] for p in scan] for scan in scans if scan])
     split = {number[params[p]] for scan in scans for p in scan}
@@ -154,12 +156,6 @@ def _open_once(
     return new, StackMap(parts, outputs)
 
 
-def _region(graph: Graph) -> Any:
-    """The loss region, if the step has just one; what else there may be is refused later, by name."""
-    found = [eqn for eqn in graph.eqns if eqn.primitive is loss_region_p]
-    return found[0] if len(found) == 1 else None
-
-
 def _new_outputs(
     trace: Trace, parts: Sequence[Part], outputs: Sequence[Part]
 ) -> tuple[int | None, ...]:
@@ -193,7 +189,7 @@ def _open_small(
 ) -> jex.ClosedJaxpr:
     """The microbatch-sized step, of which only the loss and what it reads is wanted."""
     small = inline(trace.small)
-    region = _region(small)
+    region = one_region(small)
     if region is None:
         return trace.small
     eqns = needed(small.eqns, region.outvars)[0]

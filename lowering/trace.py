@@ -19,6 +19,7 @@ class Trace:
         state_out: the flat output that is each state leaf's new value, or None.
         metrics_out: the other outputs.
         where: the step's name, file and line, for messages.
+        paths: the path of each leaf of the state, key by key, where that is known.
     """
 
     whole: jex.ClosedJaxpr
@@ -28,6 +29,7 @@ class Trace:
     state_out: tuple[int | None, ...]
     metrics_out: tuple[int, ...]
     where: str = ""
+    paths: tuple[tuple[str, ...], ...] = ()
 
     def __repr__(self) -> str:
         equations = len(self.whole.jaxpr.eqns)

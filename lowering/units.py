@@ -73,7 +73,7 @@ def backward_function(
             _layer_backward(
                 code, n, params, chosen, env, residuals[n - unit.layers[0]], flowing, sums
             )
-        bundles = [code.bundles[unit.stage, owner] for owner in unit.accumulators]
+        bundles = [code.gradients[unit.stage, owner] for owner in unit.accumulators]
         return (
             tuple(flowing[v] for v in unit.cotangents_out),
             tuple(tuple(sums[p] for p in bundle) for bundle in bundles),
@@ -89,8 +89,9 @@ def unit_key(code: StepCode, unit: Unit) -> tuple[Any, ...]:
     def local(kind: str, numbers: Sequence[int]) -> tuple[int, ...]:
         return tuple(names.setdefault((kind, n), len(names)) for n in numbers)
 
-    bundles = tuple(
-        local("p", code.bundles[unit.stage, owner]) for owner in (*unit.views, *unit.accumulators)
+    bundles = (
+        *(local("p", code.bundles[unit.stage, owner]) for owner in unit.views),
+        *(local("p", code.gradients[unit.stage, owner]) for owner in unit.accumulators),
     )
     layers = tuple(
         (
@@ -147,10 +148,10 @@ def _layer_backward(
         *kept[len(inner) :],
         *incoming,
     )
-    for p, gradient in zip(layer.reads, results, strict=False):
+    for p, gradient in zip(layer.trained, results, strict=False):
         sums[p] = sums[p] + gradient.astype(sums[p].dtype)
     moving = [v for v in layer.inputs if variables[v].differentiable]
-    for v, cotangent in zip(moving, results[len(layer.reads) :], strict=True):
+    for v, cotangent in zip(moving, results[len(layer.trained) :], strict=True):
         flowing[v] = flowing[v] + cotangent if v in flowing else cotangent
 
 
@@ -194,7 +195,7 @@ def _start(
     sums: dict[int, Any] = {}
     given = iter(accumulators)
     for owner, is_fresh in zip(unit.accumulators, fresh, strict=True):
-        bundle = code.bundles[unit.stage, owner]
+        bundle = code.gradients[unit.stage, owner]
         if is_fresh:
             sums.update((p, zero_gradient(code, p)) for p in bundle)
         else:

@@ -24,7 +24,7 @@ def update_on_shards(code: StepCode, layer: int, phase: int) -> ShardProgram:
     update = code.update.layers[layer]
     closed = update.phases[phase]
     axes = code.shard_axes
-    gradients = [code.axis(code.master[p].shape) for p in update.params]
+    gradients = [code.param_axes[p] for p in update.trained]
     parameters = [axes[leaf] for leaf in update.parameters]
     optimizer = [axes[leaf] for leaf in update.optimizer]
     layouts = [*gradients, *parameters, *optimizer]
@@ -95,7 +95,7 @@ def unsharded(code: StepCode) -> Unsharded | None:
         for leaf in (*update.parameters, *update.optimizer):
             aval = invars[leaf].aval
             size = math.prod(aval.shape) * aval.dtype.itemsize
-            if code.shard_axes[leaf] is None and size:
+            if code.shard_axes[leaf] is None and size and leaf not in code.fixed:
                 leaves.append((code.names[leaf], size))
         for phase in range(len(update.phases)):
             name = code.layered.layers[n].name

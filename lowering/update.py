@@ -158,7 +158,7 @@ class _Region:
             eqns=tuple(needed(eqns, wanted, self.given)[0]),
             states=self.states,
             batch=regions.step.invars[count:],
-            grads=dict(zip(regions.grads, self.owner, strict=True)),
+            grads=dict(zip(regions.grads, self.owner, strict=False)),
             params={leaf_of[var]: self.owner[i] for i, var in enumerate(regions.params)},
             results=regions.results,
             state_out=tuple(wanted[:count]),

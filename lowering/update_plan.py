@@ -2,7 +2,7 @@
 
 Terms.
     A **leaf** is a leaf of the state, by its number. A **parameter** is a leaf that the loss is
-    differentiated by; it belongs to the layer that owns it. Any other leaf that only one layer's
+    differentiated by, or that it holds; it belongs to the layer that owns it. Any other leaf that only one layer's
     update reads or makes belongs to that layer (its **optimizer** leaves); what is left (counters,
     schedules, loss scales) is **replicated**: one copy a stage, computed on each.
 
@@ -18,8 +18,8 @@ Terms.
 Calling conventions. All programs are closed jaxprs over whole shapes; `shards` makes them run on
 shards.
     phase k of a layer
-        gradients (in the accumulator's dtype), parameters, optimizer, replicated, scalars of
-        reductions 1 to k -> partials of phase k. The last phase gives, before its partials, the
+        gradients (of `trained`, in the accumulator's dtype), parameters, optimizer, replicated,
+        scalars of reductions 1 to k -> partials of phase k. The last phase gives, before its partials, the
         new parameters, the new optimizer leaves and the outputs.
     reduction k
         replicated, partials of phase k-1 by layer, loss and auxiliary values (if `loss`), batch
@@ -61,6 +61,7 @@ class LayerUpdate:
 
     Attributes:
         params: numbers of the parameters that it owns, ascending.
+        trained: those of them that have gradients.
         parameters: the state leaf of each of `params`.
         optimizer: the other state leaves that belong to it, ascending.
         phase: the phase of its last program.
@@ -70,6 +71,7 @@ class LayerUpdate:
     """
 
     params: tuple[int, ...]
+    trained: tuple[int, ...]
     parameters: tuple[int, ...]
     optimizer: tuple[int, ...]
     phase: int

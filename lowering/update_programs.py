@@ -223,10 +223,11 @@ class Planner:
 
     def _layer(self, n: int, phase: int) -> LayerUpdate:
         given = [self.partials[n].get(k, []) for k in range(phase + 1)]
+        trained = tuple(i for i in self.params[n] if i < len(self.accumulated))
         programs = []
         for k in range(phase + 1):
             inputs = [
-                *(self.accumulated[i] for i in self.params[n]),
+                *(self.accumulated[i] for i in trained),
                 *self._states([*self.leaves[n], *self.optimizer[n], *self.replicated]),
                 *self._brought(k, layer=n),
             ]
@@ -234,6 +235,7 @@ class Planner:
             programs.append(self._cut(inputs, results, self.stops.layer(n)))
         return LayerUpdate(
             params=tuple(self.params[n]),
+            trained=trained,
             parameters=tuple(self.leaves[n]),
             optimizer=tuple(self.optimizer[n]),
             phase=phase,

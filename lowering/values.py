@@ -31,7 +31,7 @@ class Values:
         self.made: list[Value] = []
         self._residuals = [self._residual_types(n) for n in range(len(code.codes))]
         self._variables = [array_type(v.aval) for v in code.layered.variables]
-        self._whole_gradients = {key: self._gradient_types(key) for key in code.bundles}
+        self._whole_gradients = {key: self._gradient_types(key) for key in code.gradients}
 
     def new(
         self,
@@ -80,16 +80,11 @@ class Values:
         arrays, aliased = [], 0
         for p in code.bundles[stage, layer]:
             array = ArrayType(tuple(code.master[p].shape), str(code.view_dtypes[p]))
-            leaf = self._leaf(layer, p)
-            whole = code.data_parallel == 1 or code.shard_axes[leaf] is None
+            whole = code.data_parallel == 1 or code.param_axes[p] is None
             if whole and stage == code.stage_of[layer] and array.dtype == str(code.master[p].dtype):
                 aliased += array.bytes
             arrays.append(array)
         return self.new(Kind.VIEW, self._name(layer), arrays, stage, layer, aliased=aliased)
-
-    def _leaf(self, layer: int, param: int) -> int:
-        update = self.code.update.layers[layer]
-        return update.parameters[update.params.index(param)]
 
     def accumulator(self, layer: int, stage: int, microbatch: int | None = None) -> int:
         """A layer's whole gradients on a stage: summed, or with ZeRO-2 of one microbatch."""
@@ -97,15 +92,15 @@ class Values:
         return self.new(Kind.ACCUMULATOR, self._name(layer), arrays, stage, layer, microbatch)
 
     def _gradient_types(self, bundle: tuple[int, int]) -> tuple[ArrayType, ...]:
-        master = [self.code.master[p] for p in self.code.bundles[bundle]]
+        master = [self.code.master[p] for p in self.code.gradients[bundle]]
         return tuple(ArrayType(tuple(p.shape), str(gradient_dtype(p.dtype))) for p in master)
 
     def gradient(self, layer: int, stage: int) -> int:
         """A layer's gradient shards on a stage."""
         code = self.code
         arrays = []
-        for p in code.bundles[stage, layer]:
-            axis = code.shard_axes[self._leaf(layer, p)]
+        for p in code.gradients[stage, layer]:
+            axis = code.param_axes[p]
             shape = _local(code.master[p].shape, axis, code.data_parallel)
             arrays.append(ArrayType(shape, str(gradient_dtype(code.master[p].dtype))))
         return self.new(Kind.GRADIENT, self._name(layer), arrays, stage, layer)

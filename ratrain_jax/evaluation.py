@@ -14,8 +14,9 @@ from ratrain_jax.errors import OptionError, StepError
 from ratrain_jax.kernels import load_machine
 from ratrain_jax.losses import bind_region, key_paths
 from ratrain_jax.lowered import Lowered
-from ratrain_jax.lowering.evaluation import differentiated, state_homes
+from ratrain_jax.lowering.evaluation import Homes, state_homes
 from ratrain_jax.lowering.graph import inline, needed
+from ratrain_jax.lowering.held import parameter_paths
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.trace import Trace
 from ratrain_jax.options import Options
@@ -51,11 +52,11 @@ class EvalStep(Step):
         """
         args = self._positional(args, kwargs)
         known = self._trained(args)
-        parameters = None if known is None else differentiated(known.trace)
+        parameters = None if known is None else parameter_paths(known.trace)
         trace, signature = _trace(self.__wrapped__, args, self.options, parameters)
         read = signature.read or ()
         everywhere = self._homes_in(known)
-        homes = None if everywhere is None else [everywhere[n] for n in read]
+        homes = None if everywhere is None else everywhere.of(read)
         kernels = self.options.kernels()
         settings = dataclasses.replace(
             self.options.settings(),
@@ -72,8 +73,8 @@ class EvalStep(Step):
         """Where the train step keeps parameters counts: it is not known before that is lowered."""
         return (super()._key(args), self._homes_in(self._trained(args)))
 
-    def _homes_in(self, known: Lowered | None) -> tuple[tuple[int, ...], ...] | None:
-        """The stages of every leaf of the state in a lowered train step."""
+    def _homes_in(self, known: Lowered | None) -> Homes | None:
+        """Where a lowered train step keeps the leaves of the state."""
         if known is None:
             return None
         if self._homes[0] is not known:
@@ -156,7 +157,7 @@ def _trace(
         fun: the undecorated function.
         args: its arguments, or their types; the first is the state.
         options: the parts that the batch is cut into, and which arguments are batch.
-        parameters: the leaves of the state that training differentiates by, and their paths; None if unknown.
+        parameters: the leaves of the state that are parameters in training, and their paths; None if unknown.
     """
     if not args:
         raise StepError("an evaluation takes the state as its first argument, but none was given.")

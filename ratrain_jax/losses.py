@@ -150,6 +150,7 @@ def bind_region(
         loss=compat.closed([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns),
         paths=paths,
         diff=tuple(range(count, count + len(leaves))),
+        held=(),
         reduction=reduction,
     )
 

@@ -10,6 +10,7 @@ import jax
 
 from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, OptionError, StepError, UnsupportedError
+from ratrain_jax.losses import key_paths
 from ratrain_jax.lowering.collector import collector_paused
 from ratrain_jax.lowering.graph import inline
 from ratrain_jax.lowering.lower import Trace
@@ -113,6 +114,7 @@ def trace_step(
         state_out=tuple(range(states)) if has_state else (None,) * states,
         metrics_out=tuple(range(states if has_state else 0, outputs)),
         where=where,
+        paths=key_paths(state),
     )
     signature = Signature(
         state=state_tree,

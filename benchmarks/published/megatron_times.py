@@ -157,7 +157,17 @@ def runtime_bytes(shape: Shape) -> float:
     ]
     reads = tuple(range(len(types)))
     made = Layer(
-        "layer", reads, reads, tuple(range(len(masks))), (0,), (1,), program, Cost(), 0.0, False
+        "layer",
+        reads,
+        reads,
+        reads,
+        tuple(range(len(masks))),
+        (0,),
+        (1,),
+        program,
+        Cost(),
+        0.0,
+        False,
     )
     kept = sum(map(aval_bytes, differentiate(made, variables).residuals))
     return kept + aval_bytes(x) + sum(map(aval_bytes, masks))

@@ -33,10 +33,12 @@ class Leaf:
     Attributes:
         shape: its shape.
         itemsize: bytes of an element.
+        fixed: whether every device of a group has it whole, because it never changes.
     """
 
     shape: tuple[int, ...]
     itemsize: int
+    fixed: bool = False
 
     def part(self, share: float) -> Leaf:
         """What a tensor-parallel rank holds of it: a part of the largest axis, or all of it.
@@ -48,7 +50,7 @@ class Leaf:
             return self
         axis = max(range(len(self.shape)), key=self.shape.__getitem__)
         size = math.ceil(self.shape[axis] * share)
-        return Leaf((*self.shape[:axis], size, *self.shape[axis + 1 :]), self.itemsize)
+        return dataclasses.replace(self, shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
     @property
     def bytes(self) -> int:
@@ -57,7 +59,8 @@ class Leaf:
 
     def shard_bytes(self, devices: int) -> int:
         """Bytes on each device of a group: a part of the largest axis that they divide, or the whole."""
-        return self.bytes // devices if shard_axis(self.shape, devices) is not None else self.bytes
+        whole = self.fixed or shard_axis(self.shape, devices) is None
+        return self.bytes if whole else self.bytes // devices
 
 
 @functools.lru_cache(maxsize=65536)
@@ -85,6 +88,7 @@ class LayerRow:
         gradients: its gradients, as they are accumulated.
         view: bytes of its parameters in compute dtype.
         aliased: those of them that a group of one device need not copy.
+        fixed: those of them that no group need copy.
         residuals: bytes that backward needs of forward, its own inputs among them.
         inputs: bytes of what earlier layers hand it: its checkpoint.
         scratch: bytes that its programs hold for a while (an estimate).
@@ -103,12 +107,17 @@ class LayerRow:
     gradients: tuple[Leaf, ...]
     view: int
     aliased: int
+    fixed: int
     residuals: int
     inputs: int
     scratch: int
     borrows: tuple[tuple[int, int, int], ...]
     late: bool
     checkpointed: bool
+
+    def copied(self, devices: int) -> int:
+        """Bytes of its view that each device of a group of so many has beside its state."""
+        return self.view - (self.aliased if devices == 1 else self.fixed)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,7 +244,7 @@ def _layering(code: StepCode, numbers: Sequence[int]) -> float:
 def _parameters(code: StepCode, lengths: dict[str, int]) -> int:
     """Elements of the parameters of the whole model: those of a scan's layer as often as there are layers left out."""
     total = 0
-    for path, aval in zip(code.paths, code.master, strict=True):
+    for path, aval in zip(map("/".join, code.regions.paths), code.master, strict=True):
         left_out = (n - KEPT_LAYERS for p, n in lengths.items() if f"{p}/1/" in f"{path}/")
         total += math.prod(aval.shape) * (1 + next(left_out, 0))
     return total
@@ -333,7 +342,6 @@ class _Counter:
         share = dict(zip(layer.reads, work.shares, strict=True))
         update = code.update.layers[n]
         kept = sum(aval_bytes(code.layered.variables[v].aval) for v in layer_code.backward_inputs)
-        owned = [p for p in layer.reads if code.owner[p] == n]
         borrows: dict[int, list[int]] = {}
         for p in layer.reads:
             if code.owner[p] != n:
@@ -351,10 +359,13 @@ class _Counter:
         key = (layer_code.fingerprint, parameters, optimizer)
 
         def view(p: int) -> int:
-            return round(self._view(p) * share[p])
+            return round(self._view(p) * share.get(p, 1.0))
 
         def gradient(p: int) -> Leaf:
-            return self._gradient(p).part(share[p])
+            return self._gradient(p).part(share.get(p, 1.0))
+
+        def bytes_of_gradients(params: Sequence[int]) -> int:
+            return sum(gradient(p).bytes for p in params if p < code.regions.trained)
 
         return LayerRow(
             name=layer.name,
@@ -363,14 +374,19 @@ class _Counter:
             backward=work.backward,
             parameters=parameters,
             optimizer=optimizer,
-            gradients=tuple(map(gradient, owned)),
-            view=sum(map(view, owned)),
-            aliased=sum(map(view, filter(self._same_dtype, owned))),
+            gradients=tuple(map(gradient, update.trained)),
+            view=sum(map(view, update.params)),
+            aliased=sum(map(view, filter(self._same_dtype, update.params))),
+            fixed=sum(
+                view(p)
+                for p, leaf in zip(update.params, update.parameters, strict=True)
+                if leaf in code.fixed
+            ),
             residuals=kept + work.residuals,
             inputs=sum(aval_bytes(code.layered.variables[v].aval) for v in layer.inputs),
             scratch=work.scratch,
             borrows=tuple(
-                (owner, sum(map(view, ps)), sum(gradient(p).bytes for p in ps))
+                (owner, sum(map(view, ps)), bytes_of_gradients(ps))
                 for owner, ps in sorted(borrows.items())
             ),
             late=update.phase > 0,
@@ -379,7 +395,7 @@ class _Counter:
 
     def _leaf(self, leaf: int) -> Leaf:
         aval = self.code.regions.step.invars[leaf].aval
-        return Leaf(tuple(aval.shape), aval.dtype.itemsize)
+        return Leaf(tuple(aval.shape), aval.dtype.itemsize, leaf in self.code.fixed)
 
     def _gradient(self, param: int) -> Leaf:
         master = self.code.master[param]

@@ -55,7 +55,7 @@ def _parts(costs: StageCosts, number: int, stage: Stage) -> Iterator[MemoryPart]
     yield from each("parameters", lambda row: shard_bytes(row.parameters, devices), shard)
     yield from each("optimizer", lambda row: shard_bytes(row.optimizer, devices), shard)
     if c.zero < 3:
-        yield from each("view", lambda row: row.view - (row.aliased if alone else 0))
+        yield from each("view", lambda row: row.copied(devices))
         yield MemoryPart("view", 1, borrowed_view, "borrowed of other stages")
     else:
         yield MemoryPart("view", 1, stage.memory.view, "of two layers at a time")

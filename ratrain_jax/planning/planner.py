@@ -249,7 +249,10 @@ def _unsharded(closest: Configuration, work: Workload) -> str:
     """What to say where a group divides so few arrays that sharding hardly helps."""
     group = closest.data_parallel
     leaves = [
-        leaf for row in work.table(closest.rows, closest.tensor).rows for leaf in row.parameters
+        leaf
+        for row in work.table(closest.rows, closest.tensor).rows
+        for leaf in row.parameters
+        if not leaf.fixed
     ]
     held, whole = shard_bytes(tuple(leaves), group), sum(leaf.bytes for leaf in leaves)
     if group == 1 or held < whole / 2:

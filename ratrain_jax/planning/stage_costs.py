@@ -143,7 +143,6 @@ class _Sums:
 @functools.lru_cache(maxsize=512)
 def _sums(table: LayerTable, devices: int) -> _Sums:
     rows = table.rows
-    alone = devices == 1
     whole = tuple(sum(leaf.bytes for leaf in row.gradients) for row in rows)
     return _Sums(
         kinds=tuple(row.kind for row in rows),
@@ -152,7 +151,7 @@ def _sums(table: LayerTable, devices: int) -> _Sums:
         whole=whole,
         parameters=running([shard_bytes(row.parameters, devices) for row in rows]),
         optimizer=running([shard_bytes(row.optimizer, devices) for row in rows]),
-        view=running([row.view - (row.aliased if alone else 0) for row in rows]),
+        view=running([row.copied(devices) for row in rows]),
         gradients=running(whole),
         sharded=running([shard_bytes(row.gradients, devices) for row in rows]),
         residuals=running([row.residuals for row in rows]),
@@ -202,7 +201,7 @@ class StageCosts:
         return LayerState(
             reduce_scatter_seconds(self.machine, gradients, devices, stride=tensor),
             swept / self.machine.streaming_bandwidth + launch,
-            all_gather_seconds(self.machine, row.view, devices, stride=tensor),
+            all_gather_seconds(self.machine, row.copied(devices), devices, stride=tensor),
         )
 
     def stage(self, number: int, first: int, end: int, prefix: int) -> Stage:

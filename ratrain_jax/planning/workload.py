@@ -9,6 +9,7 @@ from typing import Any
 
 from ratrain_jax.kernels import Arithmetic, Machine
 from ratrain_jax.lowering.code import StepCode
+from ratrain_jax.lowering.held import hold
 from ratrain_jax.lowering.lower import compile_code
 from ratrain_jax.lowering.stacks import open_short
 from ratrain_jax.lowering.trace import Trace
@@ -102,7 +103,7 @@ class Workload:
         small = self._trace.whole
         if rows != self.global_batch:
             small = trace_small(self.step, self.args[0], microbatch(self.args[1:], options))
-        whole = dataclasses.replace(self._trace, small=small)
+        whole = hold(dataclasses.replace(self._trace, small=small))
         trace, lengths = open_short(whole, KEPT_LAYERS)
         settings = options.settings()
         code = compile_code(trace, settings, self.machine, None, self.kernels)

@@ -92,7 +92,10 @@ def after_layers(program: Program, op: Op) -> str:
 def moved_bytes(op: Op, program: Program) -> int:
     """The bytes of each device that a send or a collective is measured by."""
     sent = op.reads if isinstance(op, (Send, GradSync)) else op.writes
-    return _bytes(program, sent[:1])
+    seen = 0
+    if isinstance(op, PrefetchView) and program.settings.data_parallel > 1:
+        seen = program.values[op.writes[0]].aliased  # in place, not gathered
+    return _bytes(program, sent[:1]) - seen
 
 
 def _bytes(program: Program, values: Sequence[int]) -> int:

@@ -191,8 +191,8 @@ class Recipes:
     def grad_sync(self, op: GradSync) -> Recipe | None:
         """The sync's code; None where it only renames."""
         code, home = self.code, self.program.values[op.reads[0]].stage
-        bundle = code.bundles[home, op.layer]
-        axes = self._axes(op.layer, bundle)
+        bundle = code.gradients[home, op.layer]
+        axes = tuple(code.param_axes[p] for p in bundle)
         types = self.types(op.reads)
         if op.microbatch is not None:
 
@@ -206,7 +206,7 @@ class Recipes:
         if code.data_parallel == 1 and len(op.reads) == 1:
             return None
         places = tuple(
-            tuple(bundle.index(p) for p in code.bundles[stage, op.layer])
+            tuple(bundle.index(p) for p in code.gradients[stage, op.layer])
             for stage in code.borrowers(op.layer)
         )
         scatter = code.zero == 1
@@ -227,9 +227,6 @@ class Recipes:
             return tuple(arrays)
         return sums_scattered(arrays, axes, AXIS)
 
-    def _axes(self, layer: int, params: Sequence[int]) -> tuple[int | None, ...]:
-        return tuple(self.code.axis(self.code.master[p].shape) for p in params)
-
     def gather(self, layer: int, stage: int) -> tuple[Recipe | None, tuple[bool, ...]]:
         """The code of a view, and which of its arrays are seen in place.
 
@@ -237,7 +234,7 @@ class Recipes:
         """
         code = self.code
         params = code.bundles[stage, layer]
-        axes = self._axes(layer, params)
+        axes = [code.param_axes[p] for p in params]
         home = stage == code.stage_of[layer]
         dtypes = [code.view_dtypes[p] for p in params]
         in_place = tuple(

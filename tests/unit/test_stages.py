@@ -21,7 +21,7 @@ def layered(seconds, variables=(), names=None):
     """Layers of given seconds; variables are (bytes, producer, readers, differentiable)."""
     names = names or [f"layer_{i}" for i in range(len(seconds))]
     layers = tuple(
-        Layer(name, (), (), (), (), (), NO_CODE, Cost(), cost, False)
+        Layer(name, (), (), (), (), (), (), NO_CODE, Cost(), cost, False)
         for name, cost in zip(names, seconds, strict=True)
     )
     made = tuple(
