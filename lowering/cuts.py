@@ -153,7 +153,7 @@ def automatic_spans(reads: Sequence[tuple[Path, tuple[int, ...]]], costs: Costs)
     used = [member for member in reads if member[1]]
     if not used:
         return [Span("input", 0, end)]
-    groups = _place(_groups(used, _common(used) + 1), 0, costs)
+    groups = _place(_groups(used, shared_keys([path for path, _ in used]) + 1), 0, costs)
     drafts = _split(groups, end, lambda group: True)
     drafts = _remove_dear(drafts, costs)
     drafts = [opened for draft in drafts for opened in _open(draft, costs)]
@@ -197,9 +197,8 @@ def marked_spans(marks: Sequence[tuple[str, int]], first: str, end: int) -> list
     return spans
 
 
-def _common(members: Sequence[tuple[Path, object]]) -> int:
+def shared_keys(paths: Sequence[Path]) -> int:
     """How many leading keys all paths share, leaving each path one key at least."""
-    paths = [path for path, _ in members]
     shared = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*paths, strict=False))
     return max(0, min(len(list(shared)), *(len(path) - 1 for path in paths)))
 

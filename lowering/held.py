@@ -5,20 +5,19 @@ the loss takes as they are. They are **held**: they lie with the layer that read
 gradient. Two kinds are:
     one that **follows** a parameter: its new value is made from that parameter's arrays and from no other's. It has that
     parameter's path, and so lies in its layer, where its update needs it;
-    one that never changes, of a tree with a matrix among such leaves (a tree is a child of the state). Its path is what is
-    left of its path in the state when what all these leaves have in common is taken away, so that trees of equal models
-    have equal layers. A tree of vectors (a table of noise levels) stays on every stage: it is small, and no model.
+    one that never changes, of a tree with a matrix among such leaves (a tree is a child of the state); `held_paths` finds
+    its path. A tree of vectors (a table of noise levels) stays on every stage: it is small, and no model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.graph import Eqn, Graph, Var, inline, is_var, needed
+from ratrain_jax.lowering.held_paths import aligned, settled
 from ratrain_jax.lowering.labels import is_small
 from ratrain_jax.lowering.opening import open_calls
 from ratrain_jax.lowering.regions import loss_region_p, parameters_of
@@ -47,11 +46,10 @@ def hold(trace: Trace) -> Trace:
         if is_var(var) and var in number and i not in region.params["diff"]
     }
     read = {i: leaf for i, leaf in read.items() if region.invars.count(step.invars[leaf]) == 1}
-    paths = _paths(trace, step, region, read.values())
-    held = tuple(i for i, leaf in read.items() if leaf in paths)
-    if not held:
+    paths = _paths(trace, step, region, read)
+    if not paths:
         return trace
-    added = tuple(paths[read[i]] for i in held)
+    held, added = tuple(paths), tuple(paths.values())
     whole = small = _with_held(step, region, held, added)
     if trace.small is not trace.whole:
         graph = inline(trace.small)
@@ -133,21 +131,29 @@ def _behind(eqn: Eqn, behind: Mapping[Var, frozenset[int]]) -> frozenset[int]:
     return found
 
 
-def _paths(trace: Trace, step: Graph, region: Eqn, read: Any) -> dict[int, Path]:
-    """The path of each leaf, of those that the loss reads, that is held."""
-    if not read:
-        return {}
+def _paths(trace: Trace, step: Graph, region: Eqn, read: Mapping[int, int]) -> dict[int, Path]:
+    """The path of each input of the loss, of those that are leaves of the state, that is held."""
     trained = region.params["paths"]
-    leader = followers(trace, step, region)
-    paths = {leaf: trained[leader[leaf]] for leaf in read if leaf in leader}
-    fixed = [leaf for leaf in read if _is_fixed(trace, step, leaf)] if trace.paths else []
-    trees: dict[str, list[int]] = {}
-    for leaf in fixed:
-        trees.setdefault(trace.paths[leaf][0] if trace.paths[leaf] else "", []).append(leaf)
-    for leaves in trees.values():
-        if any(_is_matrix(step.invars[leaf].aval) for leaf in leaves):
-            paths.update(_aligned({leaf: trace.paths[leaf] for leaf in leaves}, trained))
-    return paths
+    leader = followers(trace, step, region) if read else {}
+    paths = {i: trained[leader[leaf]] for i, leaf in read.items() if leaf in leader}
+    grown: dict[str, dict[int, Path]] = {}
+    for i, leaf in read.items():
+        if trace.paths and i not in paths and _is_fixed(trace, step, leaf):
+            path = trace.paths[leaf] or ("state",)
+            grown.setdefault(path[0], {})[i] = path
+    trees: dict[int, str] = {}
+    for name, tree in grown.items():
+        if any(_is_matrix(region.invars[i].aval) for i in tree):
+            paths.update(aligned(tree, trained))
+            trees.update(dict.fromkeys(tree, name))
+    if not trees:
+        return paths
+    loss = inline(region.params["loss"])
+    params = (*region.params["diff"], *paths)
+    others = [i for i in range(len(loss.invars)) if i not in params]
+    graph = dataclasses.replace(loss, invars=tuple(loss.invars[i] for i in (*params, *others)))
+    found = settled(graph, trained, list(paths.values()), [trees.get(i) for i in paths])
+    return dict(zip(paths, found, strict=True))
 
 
 def _is_fixed(trace: Trace, step: Graph, leaf: int) -> bool:
@@ -157,27 +163,6 @@ def _is_fixed(trace: Trace, step: Graph, leaf: int) -> bool:
 
 def _is_matrix(aval: Any) -> bool:
     return sum(size > 1 for size in aval.shape) > 1
-
-
-def _aligned(leaves: Mapping[int, Path], trained: Sequence[Path]) -> dict[int, Path]:
-    """Paths of one tree's leaves among those by which the loss is differentiated, from those in the state."""
-    known = set(trained)
-    flax = ("params",) if all(len(p) > 1 and p[0] == "params" for p in trained) else ()
-    columns = zip(*leaves.values(), strict=False)
-    shared = len(list(itertools.takewhile(lambda keys: len(set(keys)) == 1, columns)))
-    found = {}
-    for leaf, path in leaves.items():
-        ends = (path[n:] for n in range(len(path)) if path[n:] in known)
-        found[leaf] = next(ends, None) or (
-            *flax,
-            *_without_flax(path[min(shared, len(path) - 1) :]),
-        )
-    return found
-
-
-def _without_flax(path: Path) -> Path:
-    """A path without the key under which Flax keeps all parameters."""
-    return path[1:] if path[0] == "params" and len(path) > 1 else path
 
 
 def _with_held(graph: Graph, region: Eqn, held: tuple[int, ...], paths: tuple[Path, ...]) -> Any:

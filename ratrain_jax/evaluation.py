@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from ratrain_jax.lowered import Lowered
 from ratrain_jax.lowering.evaluation import Homes, state_homes
 from ratrain_jax.lowering.graph import inline, needed
 from ratrain_jax.lowering.held import parameter_paths
+from ratrain_jax.lowering.held_paths import aligned
 from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.trace import Trace
 from ratrain_jax.options import Options
@@ -165,7 +166,7 @@ def _trace(
     leaves, tree = jax.tree.flatten(state)
     small_rest = microbatch(rest, options)
     read = _read(fun, leaves, tree, small_rest)
-    chosen = [(n, path) for n, path in parameters or _parameters(state) if n in read]
+    chosen = [(n, path) for n, path in parameters or _parameters(state, read) if n in read]
     if not chosen:
         raise StepError(
             "the evaluation reads no parameter of the state. Compute what it returns under jax.jit."
@@ -236,13 +237,13 @@ def _read(
     ]
 
 
-def _parameters(state: Any) -> list[tuple[int, Path]]:
-    """What are taken for parameters before the train step is known: the floats, those under `params` if it is there."""
-    leaves = zip(key_paths(state), jax.tree.leaves(state), strict=True)
-    found = [
-        (n, path)
-        for n, (path, leaf) in enumerate(leaves)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    inside = [(n, path[path.index("params") + 1 :]) for n, path in found if "params" in path[:-1]]
-    return inside or found
+def _parameters(state: Any, read: Collection[int]) -> list[tuple[int, Path]]:
+    """What are taken for parameters before the train step is known: the floats of each tree of the state with a matrix."""
+    trees: dict[str, dict[int, Path]] = {}
+    leaves = jax.tree.leaves(state)
+    for n, path in enumerate(key_paths(state)):
+        if n in read and jnp.issubdtype(leaves[n].dtype, jnp.floating):
+            trees.setdefault(path[0] if path else "", {})[n] = path
+    models = [tree for tree in trees.values() if any(leaves[n].ndim > 1 for n in tree)]
+    found = [aligned(tree, ()) for tree in models or trees.values()]
+    return sorted(item for tree in found for item in tree.items())

@@ -1,0 +1,103 @@
+"""Gives the parameters that a loss holds a place among those by which it is differentiated.
+
+A tree of held parameters is **beside** the others if its layers have the names of theirs and are read where theirs are:
+base weights and their adapters, a reference model and its policy. Layer for layer they then make one layer. Where the
+names are the same by chance (two nets that Flax numbered alike, one behind the other), the tree stands **apart**: the
+names of its layers begin with its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+
+from ratrain_jax.lowering.cuts import shared_keys
+from ratrain_jax.lowering.dependence import Flow, sort_equations, strip_marks
+from ratrain_jax.lowering.graph import Graph
+from ratrain_jax.lowering.passes import together
+
+Path = tuple[str, ...]
+
+FLAX = "params"
+"""The key under which Flax keeps all parameters."""
+
+
+def aligned(leaves: Mapping[int, Path], trained: Sequence[Path]) -> dict[int, Path]:
+    """The paths of one tree's leaves without what is the tree's own.
+
+    Two keys are left of each at least, where it has them: with one alone, `kernel`, it would be any layer's.
+
+    Args:
+        leaves: their paths in the state.
+        trained: the paths by which the loss is differentiated.
+
+    Example:
+        >>> state = {0: ("base", "params", "up", "kernel"), 1: ("base", "params", "down", "kernel")}
+        >>> aligned(state, [("up", "lora"), ("down", "lora")])
+        {0: ('up', 'kernel'), 1: ('down', 'kernel')}
+    """
+    known = set(trained)
+    columns = zip(*leaves.values(), strict=False)
+    shared = len(list(itertools.takewhile(lambda keys: len(set(keys)) == 1, columns)))
+    found = {}
+    for leaf, path in leaves.items():
+        ends = (path[n:] for n in range(len(path)) if path[n:] in known)
+        inner = path[max(0, min(shared, len(path) - 2)) :]
+        inner = inner[1:] if len(inner) > 2 and inner[0] == FLAX else inner
+        found[leaf] = next(ends, None) or ((FLAX, *inner) if _in_flax(trained) else inner)
+    return found
+
+
+def _in_flax(paths: Sequence[Path]) -> bool:
+    return bool(paths) and all(len(path) > 1 and path[0] == FLAX for path in paths)
+
+
+def settled(
+    loss: Graph, trained: Sequence[Path], held: Sequence[Path], trees: Sequence[str | None]
+) -> list[Path]:
+    """The paths of held parameters, with those trees apart where that leaves fewer parameters to be borrowed.
+
+    Args:
+        loss: its inputs are the parameters, those that are held last, and then the operands.
+        trained: the paths by which it is differentiated.
+        held: the aligned paths of those that it holds.
+        trees: the tree of each; None for one whose path is not to be changed.
+    """
+    flow = sort_equations(strip_marks(loss)[0], len(trained) + len(held), len(trained))
+
+    def borrowed(held: Sequence[Path]) -> int:
+        return _borrowed([*trained, *held], flow)
+
+    paths, fewest = list(held), borrowed(held)
+    for tree in dict.fromkeys(filter(None, trees)):
+        apart = [_apart(p, of) if of == tree else p for p, of in zip(paths, trees, strict=True)]
+        if (count := borrowed(apart)) < fewest:
+            paths, fewest = apart, count
+    return paths
+
+
+def _borrowed(paths: Sequence[Path], flow: Flow) -> int:
+    """How many parameters are read where a group has begun that comes after their own."""
+    reads: dict[int, list[int]] = {}
+    for place, numbers in enumerate(together(flow, paths).reads):
+        for number in numbers:
+            reads.setdefault(number, []).append(place)
+    depth = shared_keys([paths[number] for number in reads]) + 1
+    starts: dict[Path, int] = {}
+    for number, (first, *_) in reads.items():
+        group = paths[number][:depth]
+        starts[group] = min(first, starts.get(group, first))
+    order = sorted(set(starts.values()))
+
+    def is_borrowed(number: int) -> bool:
+        following = bisect.bisect_right(order, starts[paths[number][:depth]])
+        return following < len(order) and reads[number][-1] >= order[following]
+
+    return sum(map(is_borrowed, reads))
+
+
+def _apart(path: Path, tree: str | None) -> Path:
+    if len(path) > 1 and path[0] == FLAX:
+        return (FLAX, f"{tree}/{path[1]}", *path[2:])
+    return (f"{tree}/{path[0]}", *path[1:])
