@@ -342,7 +342,7 @@ def _swept(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
 
 def _send(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     value = coster.value(op.writes[0])
-    seconds = coster.durations.send(value.bytes, op.target - op.stage)
+    seconds = coster.durations.send(value.bytes, op.target - op.stage) if value.arrays else 0.0
     yield coster.producer(value), coster.sent(value.bytes, seconds)
 
 
