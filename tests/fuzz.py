@@ -51,6 +51,9 @@ class Trial:
     tokens: bool = False
     scattered_names: bool = False
     more_state: bool = False
+    twice: bool = False
+    other: str = "none"
+    behind: bool = False
 
     def command(self) -> str:
         """The line that runs it again."""
@@ -146,8 +149,8 @@ def part_name(trial: Trial, number: int) -> str:
     return f"part_{(7 * number + 5) % 23}" if trial.scattered_names else f"part_{number}"
 
 
-def make_params(trial: Trial):
-    rng = np.random.default_rng(len(trial.parts))
+def make_params(trial: Trial, seed: int = 0):
+    rng = np.random.default_rng(len(trial.parts) + seed)
     width = trial.width
     layers = {part_name(trial, n): PARTS[part][0](rng, width) for n, part in enumerate(trial.parts)}
     params = {"first": {"kernel": _kernel(rng, width, width)}, **layers}
@@ -178,6 +181,24 @@ def predict(trial: Trial, params, x):
     return jnp.tanh(x.astype("float64"))
 
 
+def outputs(trial: Trial, params, other, x):
+    """What the loss compares with the targets: of one pass or two, and of another net beside the first or behind it."""
+    out = predict(trial, params, x)
+    if trial.twice:
+        out = (out + predict(trial, params, x[:, ::-1])) / 2
+    if other is not None:
+        out = (out + predict(trial, other, out if trial.behind and not trial.tokens else x)) / 2
+    return out
+
+
+# The next parameters of the other net, from them and the new parameters.
+OTHERS = {
+    "fixed": lambda params, other: other,
+    "average": lambda params, other: optax.incremental_update(params, other, 0.3),
+    "copy": lambda params, other: params,
+}
+
+
 def more_state():
     """State that no optimizer knows: a counter, a flag, a random key, and an array that nothing reads."""
     return {
@@ -201,8 +222,8 @@ def next_more_state(more):
 def make_step(trial: Trial, value_and_grad):
     optimizer = OPTIMIZERS[trial.optimizer]()
 
-    def loss_fn(params, batch):
-        error = ((predict(trial, params, batch["x"]) - batch["y"]) ** 2).mean(-1)
+    def loss_of(params, other, batch):
+        error = ((outputs(trial, params, other, batch["x"]) - batch["y"]) ** 2).mean(-1)
         loss = {
             "mean": error.mean(),
             "sum": error.sum() / 16,
@@ -211,6 +232,9 @@ def make_step(trial: Trial, value_and_grad):
         return (loss, {"error": error, "count": (error > 1).sum()}) if trial.aux else loss
 
     def step(state, batch):
+        def loss_fn(params, batch):
+            return loss_of(params, state.get("other"), batch)
+
         both = value_and_grad(loss_fn, has_aux=trial.aux)
         value, grads = both(state["params"], batch)
         loss, aux = value if trial.aux else (value, None)
@@ -222,6 +246,8 @@ def make_step(trial: Trial, value_and_grad):
         new = {"params": params, "optimizer": inner}
         if trial.more_state:
             new["more"] = next_more_state(state["more"])
+        if trial.other != "none":
+            new["other"] = OTHERS[trial.other](params, state["other"])
         return new, metrics
 
     return step
@@ -232,6 +258,8 @@ def run(trial: Trial, step):
     state = {"params": params, "optimizer": OPTIMIZERS[trial.optimizer]().init(params)}
     if trial.more_state:
         state["more"] = more_state()
+    if trial.other != "none":
+        state["other"] = make_params(trial, seed=1)
     kept = []
     for seed in range(STEPS):
         state, metrics = step(state, make_batch(trial, seed))
@@ -322,6 +350,9 @@ strategies = st.builds(
     tokens=st.booleans(),
     scattered_names=st.booleans(),
     more_state=st.booleans(),
+    twice=st.booleans(),
+    other=st.sampled_from(["none", *OTHERS]),
+    behind=st.booleans(),
 )
 """Trials of every kind."""
 
