@@ -17,7 +17,7 @@ from typing import Any
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.graph import Eqn, Graph, Var, inline, is_var, needed
-from ratrain_jax.lowering.held_paths import aligned, settled
+from ratrain_jax.lowering.held_paths import aligned, apart, settled
 from ratrain_jax.lowering.labels import is_small
 from ratrain_jax.lowering.opening import open_calls
 from ratrain_jax.lowering.regions import loss_region_p, parameters_of
@@ -141,11 +141,20 @@ def _paths(trace: Trace, step: Graph, region: Eqn, read: Mapping[int, int]) -> d
         if trace.paths and i not in paths and _is_fixed(trace, step, leaf):
             path = trace.paths[leaf] or ("state",)
             grown.setdefault(path[0], {})[i] = path
+    types = [var.aval for var in region.invars]
+    shapes = {p: types[i].shape for i, p in zip(region.params["diff"], trained, strict=True)}
     trees: dict[int, str] = {}
     for name, tree in grown.items():
-        if any(_is_matrix(region.invars[i].aval) for i in tree):
-            paths.update(aligned(tree, trained))
+        if not any(_is_matrix(types[i]) for i in tree):
+            continue
+        found = aligned(tree, trained)
+        if all(
+            shapes.setdefault(path, types[i].shape) == types[i].shape for i, path in found.items()
+        ):
+            paths.update(found)
             trees.update(dict.fromkeys(tree, name))
+        else:
+            paths.update({i: apart(path, name) for i, path in found.items()})
     if not trees:
         return paths
     loss = inline(region.params["loss"])

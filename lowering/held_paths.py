@@ -2,8 +2,8 @@
 
 A tree of held parameters is **beside** the others if its layers have the names of theirs and are read where theirs are:
 base weights and their adapters, a reference model and its policy. Layer for layer they then make one layer. Where the
-names are the same by chance (two nets that Flax numbered alike, one behind the other), the tree stands **apart**: the
-names of its layers begin with its own.
+names are the same by chance (two nets that Flax numbered alike, one behind the other, or of other sizes), the tree stands
+**apart**: the names of its layers begin with its own.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def settled(
 
     paths, fewest = list(held), borrowed(held)
     for tree in dict.fromkeys(filter(None, trees)):
-        apart = [_apart(p, of) if of == tree else p for p, of in zip(paths, trees, strict=True)]
-        if (count := borrowed(apart)) < fewest:
-            paths, fewest = apart, count
+        moved = [apart(p, of) if of == tree else p for p, of in zip(paths, trees, strict=True)]
+        if (count := borrowed(moved)) < fewest:
+            paths, fewest = moved, count
     return paths
 
 
@@ -97,7 +97,8 @@ def _borrowed(paths: Sequence[Path], flow: Flow) -> int:
     return sum(map(is_borrowed, reads))
 
 
-def _apart(path: Path, tree: str | None) -> Path:
+def apart(path: Path, tree: str | None) -> Path:
+    """The path of a leaf of a tree that stands apart."""
     if len(path) > 1 and path[0] == FLAX:
         return (FLAX, f"{tree}/{path[1]}", *path[2:])
     return (f"{tree}/{path[0]}", *path[1:])

@@ -18,6 +18,7 @@ from ratrain_jax.planning.search import look_at
 from ratrain_jax.planning.simulated import costs_of
 from ratrain_jax.planning.stage_costs import TERMS
 from ratrain_jax.tracing import trace_step
+from tests.models import held
 from tests.planning import A100, plain_plan, planned, scanned
 
 
@@ -75,6 +76,20 @@ def test_late_checkpoints_are_counted_as_the_program_does(stages):
     batch = leaf((64, 64), "float32")
     recovered = counted_as_the_program_does(step, params, batch, 64, 8, stages)
     assert sum(recovered) == 4
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["loop", "stacked"])
+@pytest.mark.parametrize(
+    ("make", "after"),
+    [(held.adapted, None), (held.taught, None), (held.averaged, held.moving)],
+    ids=["adapters", "teacher", "average"],
+)
+def test_parameters_without_gradients_are_counted_as_the_program_does(make, after, stacked):
+    params, others, loss = make(held.Net(6, stacked=stacked))
+    step = held.make_step(loss, rt.value_and_grad, after)
+    state, batch = held.make_state(params, others), held.batches(1)[0]
+    for stages in (1, 2):
+        counted_as_the_program_does(step, state, batch, 8, 1, stages)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "ratrain", "gpipe", "interleaved", "zb-h1"])
