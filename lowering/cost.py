@@ -134,6 +134,11 @@ def jaxpr_cost(closed: jex.ClosedJaxpr) -> Cost:
     return sum(costs, Cost())
 
 
+def jaxpr_flops(closed: jex.ClosedJaxpr) -> int:
+    """The FLOPs of a whole jaxpr, without its bytes, which take longer to count."""
+    return sum(map(_flops, closed.jaxpr.eqns))
+
+
 def equation_seconds(eqn: Eqn, cost: Cost, machine: Machine) -> float:
     """Seconds of an equation of known cost: what its kernel's plan takes, or roofline at the rate of its own dtype."""
     kernel = kernel_of(eqn) if machine.accelerator is not None else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax.extend import core as jex
 from ratrain_jax.kernels import Machine
 from ratrain_jax.kernels.primitives import call_cost
 from ratrain_jax.lowering.code import StepCode
-from ratrain_jax.lowering.cost import equation_costs, jaxpr_cost
+from ratrain_jax.lowering.cost import equation_costs, jaxpr_flops
 from ratrain_jax.lowering.durations import Durations
 from ratrain_jax.lowering.graph import Eqn
 from ratrain_jax.lowering.products import compute_dtype, product_count
@@ -233,19 +234,12 @@ def equation_work(
     )
 
 
-def _told(op: Op) -> tuple[Any, ...]:
-    """What of an op decides its cost on its stage; that it is of one microbatch, but not of which."""
-    kind = type(op)
-    wheres, has_microbatch = _where(kind)
-    once = has_microbatch and op.microbatch is None  # pyright: ignore[reportAttributeAccessIssue]
-    return (kind, once, *[getattr(op, name) for name in wheres])
-
-
 @functools.cache
-def _where(kind: type[Op]) -> tuple[tuple[str, ...], bool]:
-    """The fields of a kind of op that say where it works, and whether it has a microbatch."""
+def _where(kind: type[Op]) -> tuple[Callable[[Op], Any], bool]:
+    """Gives of ops of a kind what says where they work; and whether they may be of one microbatch."""
     fields = {field.name for field in dataclasses.fields(kind)}
-    return tuple(sorted(fields & {"layers", "layer", "target", "phase"})), "microbatch" in fields
+    wheres = sorted(fields & {"layers", "layer", "target", "phase"})
+    return operator.attrgetter("stage", *wheres), "microbatch" in fields
 
 
 class OpCoster:
@@ -265,7 +259,12 @@ class OpCoster:
 
     def seconds(self, op: Op) -> float:
         """How long an op takes by itself; the same for every microbatch."""
-        key = (op.stage, self.value(op.writes[0]).name if isinstance(op, Send) else None, _told(op))
+        # Asked for each of hundreds of thousands of ops. That an op is of one microbatch counts, but not of which.
+        kind = type(op)
+        where, may_have_microbatch = _where(kind)
+        once = may_have_microbatch and op.microbatch is None  # pyright: ignore[reportAttributeAccessIssue]
+        sent = self.program.values[op.writes[0]].name if isinstance(op, Send) else None
+        key = (kind, once, where(op), sent)
         found = self._seconds.get(key)
         if found is None:
             found = self._seconds[key] = sum(work.seconds for _, work in self.of(op))
@@ -366,7 +365,7 @@ def _update(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
         yield -1, coster.swept(op)
         return
     phases = coster.code.update.layers[op.layer].phases
-    flops = jaxpr_cost(phases[op.phase]).flops / coster.code.data_parallel
+    flops = jaxpr_flops(phases[op.phase]) / coster.code.data_parallel
     yield op.layer, coster.swept(op, flops)
 
 

@@ -37,7 +37,6 @@ from ratrain_jax.runtime.reductions import Reduction
 from ratrain_jax.runtime.validation import early_update, use_up, validate
 from ratrain_jax.runtime.workers import Task
 
-
 _OF_GRADIENTS = (ZeroGradient, Backward, SendGradient, GradSync)
 
 

@@ -61,16 +61,18 @@ def program_tasks(program: Program, seconds: Callable[[Op], float]) -> ProgramTa
     built.keep_windows()
     steps, handed = len(built.ops), tuple(built.handed())
     built.add_step(_entry(ops))
-    first = {op.stage: n for n, op in reversed([*enumerate(built.ops[:steps])]) if _enters(op)}
-    again = {
-        op.stage: n for n, op in reversed([*enumerate(built.ops[steps:], steps)]) if _enters(op)
-    }
+    first, again = _first_forwards(built.ops, 0, steps), _first_forwards(built.ops, steps)
     entered = tuple((first[stage], again[stage]) for stage in sorted(first))
     return ProgramTasks(built.tasks, steps, len(built.ops), entered, handed, ops=tuple(built.ops))
 
 
-def _enters(op: Op) -> bool:
-    return isinstance(op, Forward)
+def _first_forwards(ops: Sequence[Op], start: int, stop: int | None = None) -> dict[int, int]:
+    """For each stage, the first Forward among some ops."""
+    found: dict[int, int] = {}
+    for n, op in enumerate(ops[start:stop], start):
+        if type(op) is Forward:
+            found.setdefault(op.stage, n)
+    return found
 
 
 def merged_order(program: Program) -> list[Op]:
@@ -89,9 +91,9 @@ def merged_order(program: Program) -> list[Op]:
             op = lists[stage][place[stage]]
             shared = op.stages
             if len(shared) > 1:
-                others = [s for s in shared if s != stage]
-                if any(place[s] == len(lists[s]) or lists[s][place[s]] != op for s in others):
+                if not all(_is_at(lists[s], place[s], op) for s in shared):
                     break
+                others = [s for s in shared if s != stage]
                 for s in others:
                     place[s] += 1
                 waiting.extend(others)
@@ -101,6 +103,11 @@ def merged_order(program: Program) -> list[Op]:
     if stuck:
         raise SimulationError(_cycle(lists, place, stuck[0]))
     return merged
+
+
+def _is_at(ops: Sequence[Op], place: int, op: Op) -> bool:
+    """Whether an op stands at a place of a list: mostly it is the very same object in the lists of all its stages."""
+    return place < len(ops) and (ops[place] is op or ops[place] == op)
 
 
 def _cycle(lists: Sequence[Sequence[Op]], place: Sequence[int], stage: int) -> str:
@@ -120,7 +127,7 @@ def _cycle(lists: Sequence[Sequence[Op]], place: Sequence[int], stage: int) -> s
 
 def _entry(ops: Sequence[Op]) -> list[Op]:
     """The ops of a step that each stage's first Forward waits for, with those Forwards, in order."""
-    stages = len({op.stage for op in ops if _enters(op)})
+    stages = len(_first_forwards(ops, 0))
     writer: dict[int, int] = {}
     ahead: list[list[int]] = []
     last: dict[int, int] = {}
@@ -131,7 +138,7 @@ def _entry(ops: Sequence[Op]) -> list[Op]:
         ahead.append([last[port] for port in held if port in last])
         last.update(dict.fromkeys(held, n))
         writer.update(dict.fromkeys(op.writes, n))
-        if _enters(op) and op.stage not in entered:
+        if type(op) is Forward and op.stage not in entered:
             entered.add(op.stage)
             wanted.append(n)
             if len(entered) == stages:
@@ -161,60 +168,71 @@ def _ports(kind: type[Op], stages: tuple[int, ...]) -> tuple[int, ...]:
     return port_numbers([(first, Port.COMPUTE)])
 
 
+_NOBODY = -1
+
+
 class _Builder:
-    """Adds one op after another."""
+    """Adds one op after another.
+
+    Attributes:
+        tasks: what was added.
+        ops: the op of each task.
+        writer: the task of the newest step that writes each value, by its number.
+        readers: the tasks of the newest step that read each value that is handed in or donated.
+        first: the first task of the newest step.
+    """
 
     def __init__(self, program: Program, seconds: Callable[[Op], float]) -> None:
         self.program, self.seconds = program, seconds
         self.tasks = Tasks()
         self.ops: list[Op] = []
-        self.writer: dict[int, int] = {}
+        self.writer = [_NOBODY] * len(program.values)
         self.readers: dict[int, list[int]] = {}
-        self.first = 0  # task of the newest step
+        self.first = 0
 
     def add_step(self, ops: Sequence[Op]) -> None:
         """Adds a step, or the beginning of one, behind those that are there."""
-        self.writer = self._handed()
-        self.readers = {}
+        writer = [_NOBODY] * len(self.program.values)
+        for value, source in self._handed().items():
+            writer[value] = source
+        readers: dict[int, list[int]] = {value: [] for value in self.program.inputs}
         self.first = len(self.ops)
-        for number, op in enumerate(ops, len(self.ops)):
-            self.writer.update(dict.fromkeys(op.writes, number))
         # What follows is done for each of hundreds of thousands of ops.
-        writer, readers, seconds, add = (
-            self.writer,
-            self.readers,
-            self.seconds,
-            self.tasks.add_numbered,
-        )
-        for number, op in enumerate(ops, len(self.ops)):
-            after = [writer[v] for v in op.reads if v in writer]
+        for number, op in enumerate(ops, self.first):
+            for value in op.writes:
+                writer[value] = number
+            for value in op.donates:
+                readers[value] = []
+        seconds, add = self.seconds, self.tasks.add_numbered
+        for number, op in enumerate(ops, self.first):
+            after = {writer[value] for value in op.reads}
             if op.waits:
-                after += [writer[v] for v in op.waits if v in writer]
+                after.update([writer[value] for value in op.waits])
             for value in op.donates:
                 # Its buffer is used anew, so whoever reads it must be through.
-                after += readers.get(value, ())
-            add(seconds(op), _ports(type(op), op.stages), tuple(set(after)))
+                after.update(readers[value])
+            after.discard(_NOBODY)
+            add(seconds(op), _ports(type(op), op.stages), tuple(after))
             for value in op.reads:
                 if value in readers:
                     readers[value].append(number)
-                else:
-                    readers[value] = [number]
+        self.writer, self.readers = writer, readers
         self.ops.extend(ops)
 
     def handed(self) -> Iterator[tuple[int, int]]:
         """Of the newest step, the tasks that write what the next one begins with, each with those that read it first."""
         for value, source in self._handed().items():
             # Of tasks that hold the same ports, others start behind the first.
-            readers = reversed(self.readers.get(value, ()))
+            readers = reversed(self.readers[value])
             firsts = {self.tasks.ports[reader]: reader for reader in readers}
             yield from ((source, reader) for reader in firsts.values())
 
     def _handed(self) -> dict[int, int]:
         """The inputs that the newest step hands to the next, with the tasks that write them."""
         values = self.program.values
-        handed = {values[v].role: self.writer.get(v) for v in self.program.outputs}
-        found = {v: handed.get(values[v].role) for v in self.program.inputs}
-        return {v: source for v, source in found.items() if source is not None}
+        handed = {values[v].role: self.writer[v] for v in self.program.outputs}
+        found = {v: handed.get(values[v].role, _NOBODY) for v in self.program.inputs}
+        return {v: source for v, source in found.items() if source != _NOBODY}
 
     def keep_windows(self) -> None:
         """In the newest step, a chain of state ops opens only when the window has room: some before it must have closed."""
