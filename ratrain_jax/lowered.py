@@ -59,11 +59,16 @@ class Lowered:
         return grid(self.program)
 
     def summary(self) -> str:
-        """The layers and their stages, as a table; what is not on shards, what stacked leaves cost, what is deferred."""
+        """The layers and their stages, as a table, and what there is to say of them.
+
+        That is a layer that no split balances, what is not on shards, what stacked leaves cost, and what is deferred.
+        """
+        from ratrain_jax.oversized import oversized
         from ratrain_jax.tables import layer_table
 
         stacked = self.stacked_state() if self.options.state_layout == "stacked" else None
-        parts = [layer_table(self.program), self.unsharded(), stacked, self.deferred()]
+        table = layer_table(self.program)
+        parts = [table, oversized(self.program), self.unsharded(), stacked, self.deferred()]
         return "\n\n".join(str(part) for part in parts if part is not None)
 
     def unsharded(self) -> Unsharded | None:
