@@ -1,11 +1,11 @@
 """Sorts the equations of a loss by what they depend on.
 
 Terms.
-    A **main** equation depends on both parameters and operands: the path from the batch to the
+    A **main** equation depends on both parameters and the batch: the path from the batch to the
     loss. A **side** equation depends on one of the two at most (masks, positions, keys, a
-    transposed table); its results are **side values**. A main equation **reads** a parameter if it
-    takes it as it is, or a side value made from it. Where nothing depends on both, everything that
-    the results need is main.
+    transposed table, weights scaled by a number of the state); its results are **side values**. A
+    main equation **reads** a parameter if it takes it as it is, or a side value made from it. Where
+    nothing depends on both, everything that the results need is main.
 """
 
 from __future__ import annotations
@@ -103,13 +103,16 @@ def _hidden_mark(eqn: Eqn) -> str | None:
     return None
 
 
-def sort_equations(loss: Graph, params: int, trained: int | None = None) -> Flow:
+def sort_equations(
+    loss: Graph, params: int, trained: int | None = None, batch: Sequence[int] | None = None
+) -> Flow:
     """Finds the main and the side equations of a loss.
 
     Args:
         loss: a loss without marks; its first inputs are the parameters, the others the operands.
         params: how many parameters there are.
         trained: how many of them, the first ones, the loss is differentiated by; all unless given.
+        batch: the operands that are made from the batch; all unless given, or where there are none.
 
     Returns:
         The equations that its results need, sorted.
@@ -119,7 +122,8 @@ def sort_equations(loss: Graph, params: int, trained: int | None = None) -> Flow
     """
     moving = set(loss.invars[:trained] if trained is not None else loss.invars[:params])
     from_params = set(loss.invars[:params])
-    from_operands = set(loss.invars[params:])
+    operands = loss.invars[params:]
+    from_batch = {operands[i] for i in batch} if batch else set(operands)
     live = needed(loss.eqns, loss.outvars, loss.invars)[0]
     if not live:
         raise StepError(
@@ -127,10 +131,10 @@ def sort_equations(loss: Graph, params: int, trained: int | None = None) -> Flow
             " Compute it from them inside the function that ratrain_jax.value_and_grad takes."
         )
     for eqn in live:
-        for reached in (moving, from_params, from_operands):
+        for reached in (moving, from_params, from_batch):
             if any(is_var(atom) and atom in reached for atom in eqn.invars):
                 reached.update(eqn.outvars)
-    both = from_params & from_operands
+    both = from_params & from_batch
     is_main = [not both or eqn.outvars[0] in both for eqn in live]
     main = tuple(eqn for eqn, yes in zip(live, is_main, strict=True) if yes)
     sides = tuple(eqn for eqn, yes in zip(live, is_main, strict=True) if not yes)

@@ -3,10 +3,10 @@
 The base weights under adapters, a reference model, a teacher, a moving average of the parameters: leaves of the state that
 the loss takes as they are. They are **held**: they lie with the layer that reads them, as trained parameters do, but have no
 gradient. Two kinds are:
-    one that **follows** a parameter: its new value is made from that parameter's arrays and from no other's. It has that
-    parameter's path, and so lies in its layer, where its update needs it;
+    one that follows a parameter (see `followers`). It has that parameter's path, and so lies in its layer, where its
+    update needs it;
     one that never changes, of a tree with a matrix among such leaves (a tree is a child of the state); `held_paths` finds
-    its path. A tree of vectors (a table of noise levels) stays on every stage: it is small, and no model.
+    its path. A tree of vectors (a table of noise levels) stays on every stage: it is small, and no model; so do scalars.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratrain_jax import compat
+from ratrain_jax.lowering.followers import AfterLoss
 from ratrain_jax.lowering.graph import Eqn, Graph, Var, inline, is_var, needed
 from ratrain_jax.lowering.held_paths import aligned, apart, settled
 from ratrain_jax.lowering.labels import is_small
-from ratrain_jax.lowering.opening import open_calls
-from ratrain_jax.lowering.regions import loss_region_p, parameters_of
+from ratrain_jax.lowering.regions import loss_region_p, made_from_batch, parameters_of
 from ratrain_jax.lowering.trace import Trace
 
 Path = tuple[str, ...]
@@ -45,7 +45,18 @@ def hold(trace: Trace) -> Trace:
         for i, var in enumerate(region.invars)
         if is_var(var) and var in number and i not in region.params["diff"]
     }
-    read = {i: leaf for i, leaf in read.items() if region.invars.count(step.invars[leaf]) == 1}
+    # What is also read before the loss has to be where the prologue is.
+    before = {
+        a
+        for eqn in needed(step.eqns, region.invars, step.invars)[0]
+        for a in eqn.invars
+        if is_var(a)
+    }
+    read = {
+        i: leaf
+        for i, leaf in read.items()
+        if region.invars[i] not in before and region.invars.count(region.invars[i]) == 1
+    }
     paths = _paths(trace, step, region, read)
     if not paths:
         return trace
@@ -80,9 +91,7 @@ def parameter_paths(trace: Trace) -> list[tuple[int, Path]] | None:
     number = {var: leaf for leaf, var in enumerate(step.invars)}
     params = [number[region.invars[i]] for i in parameters_of(region)]
     paths = dict(zip(params, region.params["paths"], strict=True))
-    for leaf, n in followers(held, step, region).items():
-        paths.setdefault(leaf, region.params["paths"][n])
-    return list(paths.items())
+    return list((AfterLoss.of(held, step, region).followers(_sources(region)) | paths).items())
 
 
 def one_region(graph: Graph) -> Any:
@@ -91,58 +100,54 @@ def one_region(graph: Graph) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-def followers(trace: Trace, step: Graph, region: Eqn) -> dict[int, int]:
-    """The leaves of the state whose new value is made from one parameter's arrays, with that parameter.
-
-    Args:
-        trace: the step.
-        step: its equations.
-        region: that of its loss.
-
-    Returns:
-        For each such leaf the place of the parameter among those that the loss is differentiated by.
-    """
+def _sources(region: Eqn) -> dict[Var, Path]:
+    """The parameters of a loss and their gradients, with their paths."""
+    places, paths = parameters_of(region), region.params["paths"]
+    found = {region.invars[i]: path for i, path in zip(places, paths, strict=True)}
     count = len(region.params["diff"])
-    behind: dict[Var, frozenset[int]] = {}
-    for n, i in enumerate(region.params["diff"]):
-        behind[region.invars[i]] = behind[region.outvars[n - count]] = frozenset({n})
-    outs = {leaf: step.outvars[out] for leaf, out in enumerate(trace.state_out) if out is not None}
-    given = [*step.invars, *region.outvars]
-    opened = open_calls(needed(step.eqns, outs.values(), given)[0])
-    for eqn in opened.eqns:
-        found = _behind(eqn, behind)
-        if found:
-            behind.update((var, found) for var in eqn.outvars)
-    new = {leaf: opened.read(atom) for leaf, atom in outs.items()}
-    return {
-        leaf: min(behind[atom])
-        for leaf, atom in new.items()
-        if is_var(atom) and len(behind.get(atom, ())) == 1 and step.invars[leaf] not in behind
-    }
-
-
-def _behind(eqn: Eqn, behind: Mapping[Var, frozenset[int]]) -> frozenset[int]:
-    """The parameters whose arrays an equation's result is made from; a norm, or what else is a scalar of many, is not."""
-    small = all(map(is_small, eqn.outvars))
-    found: frozenset[int] = frozenset()
-    for atom in eqn.invars:
-        if is_var(atom) and atom in behind and is_small(atom) == small:
-            found |= behind[atom]
-    return found
+    grads = region.outvars[len(region.outvars) - count :]
+    return found | dict(zip(grads, paths[:count], strict=True))
 
 
 def _paths(trace: Trace, step: Graph, region: Eqn, read: Mapping[int, int]) -> dict[int, Path]:
     """The path of each input of the loss, of those that are leaves of the state, that is held."""
+    if not read:
+        return {}
+    after, sources = AfterLoss.of(trace, step, region), _sources(region)
+    followers = after.followers(sources)
+    paths = {i: followers[leaf] for i, leaf in read.items() if leaf in followers}
+    fixed = {
+        i: trace.paths[leaf] or ("state",)
+        for i, leaf in read.items()
+        if trace.paths and after.is_fixed(leaf) and _is_array(step.invars[leaf])
+    }
+    paths.update(_fixed_paths(trace, step, region, fixed, paths))
+    # An update that joins a parameter with another that never changes has to find both in one layer.
+    trained = set(region.params["paths"])
+    paths = {
+        i: path
+        for i, path in paths.items()
+        if i not in fixed or path in trained or read[i] not in after.read
+    }
+    followers = after.followers(sources | {region.invars[i]: paths[i] for i in fixed if i in paths})
+    return {i: followers[leaf] for i, leaf in read.items() if leaf in followers} | paths
+
+
+def _fixed_paths(
+    trace: Trace,
+    step: Graph,
+    region: Eqn,
+    fixed: Mapping[int, Path],
+    followers: Mapping[int, Path],
+) -> dict[int, Path]:
+    """The paths of what never changes, tree by tree; trees without a matrix have none."""
     trained = region.params["paths"]
-    leader = followers(trace, step, region) if read else {}
-    paths = {i: trained[leader[leaf]] for i, leaf in read.items() if leaf in leader}
     grown: dict[str, dict[int, Path]] = {}
-    for i, leaf in read.items():
-        if trace.paths and i not in paths and _is_fixed(trace, step, leaf):
-            path = trace.paths[leaf] or ("state",)
-            grown.setdefault(path[0], {})[i] = path
+    for i, path in fixed.items():
+        grown.setdefault(path[0], {})[i] = path
     types = [var.aval for var in region.invars]
     shapes = {p: types[i].shape for i, p in zip(region.params["diff"], trained, strict=True)}
+    paths: dict[int, Path] = {}
     trees: dict[int, str] = {}
     for name, tree in grown.items():
         if not any(_is_matrix(types[i]) for i in tree):
@@ -157,17 +162,18 @@ def _paths(trace: Trace, step: Graph, region: Eqn, read: Mapping[int, int]) -> d
             paths.update({i: apart(path, name) for i, path in found.items()})
     if not trees:
         return paths
-    loss = inline(region.params["loss"])
-    params = (*region.params["diff"], *paths)
+    loss, every = inline(region.params["loss"]), {**followers, **paths}
+    params = (*region.params["diff"], *every)
     others = [i for i in range(len(loss.invars)) if i not in params]
     graph = dataclasses.replace(loss, invars=tuple(loss.invars[i] for i in (*params, *others)))
-    found = settled(graph, trained, list(paths.values()), [trees.get(i) for i in paths])
-    return dict(zip(paths, found, strict=True))
+    from_batch = made_from_batch(step, trace.states)
+    batch = [n for n, i in enumerate(others) if region.invars[i] in from_batch]
+    found = settled(graph, batch, trained, list(every.values()), [trees.get(i) for i in every])
+    return {i: path for i, path in zip(every, found, strict=True) if i in paths}
 
 
-def _is_fixed(trace: Trace, step: Graph, leaf: int) -> bool:
-    out, var = trace.state_out[leaf], step.invars[leaf]
-    return not compat.is_extended(var.aval.dtype) and (out is None or step.outvars[out] is var)
+def _is_array(var: Var) -> bool:
+    return not (compat.is_extended(var.aval.dtype) or is_small(var))
 
 
 def _is_matrix(aval: Any) -> bool:

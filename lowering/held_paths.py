@@ -9,13 +9,16 @@ names are the same by chance (two nets that Flax numbered alike, one behind the 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+from ratrain_jax.lowering.cost import aval_bytes
 from ratrain_jax.lowering.cuts import shared_keys
 from ratrain_jax.lowering.dependence import Flow, sort_equations, strip_marks
-from ratrain_jax.lowering.graph import Graph
+from ratrain_jax.lowering.graph import Graph, Var, is_var
 from ratrain_jax.lowering.passes import together
+from ratrain_jax.lowering.sides import MUCH_SMALLER
 
 Path = tuple[str, ...]
 
@@ -38,14 +41,18 @@ def aligned(leaves: Mapping[int, Path], trained: Sequence[Path]) -> dict[int, Pa
         {0: ('up', 'kernel'), 1: ('down', 'kernel')}
     """
     known = set(trained)
+    flax = _in_flax(trained)
+    heads = {path[1] if flax else path[0] for path in trained if path}
     columns = zip(*leaves.values(), strict=False)
     shared = len(list(itertools.takewhile(lambda keys: len(set(keys)) == 1, columns)))
     found = {}
     for leaf, path in leaves.items():
         ends = (path[n:] for n in range(len(path)) if path[n:] in known)
+        of_head = (path[n:] for n in range(len(path) - 1) if path[n] in heads)
         inner = path[max(0, min(shared, len(path) - 2)) :]
         inner = inner[1:] if len(inner) > 2 and inner[0] == FLAX else inner
-        found[leaf] = next(ends, None) or ((FLAX, *inner) if _in_flax(trained) else inner)
+        inner = next(of_head, inner)
+        found[leaf] = next(ends, None) or ((FLAX, *inner) if flax else inner)
     return found
 
 
@@ -54,17 +61,24 @@ def _in_flax(paths: Sequence[Path]) -> bool:
 
 
 def settled(
-    loss: Graph, trained: Sequence[Path], held: Sequence[Path], trees: Sequence[str | None]
+    loss: Graph,
+    batch: Sequence[int],
+    trained: Sequence[Path],
+    held: Sequence[Path],
+    trees: Sequence[str | None],
 ) -> list[Path]:
     """The paths of held parameters, with those trees apart where that leaves fewer parameters to be borrowed.
 
     Args:
         loss: its inputs are the parameters, those that are held last, and then the operands.
+        batch: the operands that are made from the batch.
         trained: the paths by which it is differentiated.
         held: the aligned paths of those that it holds.
         trees: the tree of each; None for one whose path is not to be changed.
     """
-    flow = sort_equations(strip_marks(loss)[0], len(trained) + len(held), len(trained))
+    count = len(trained) + len(held)
+    flow = sort_equations(strip_marks(loss)[0], count, len(trained), batch)
+    flow = dataclasses.replace(flow, reads=_far_reads(flow, loss.invars[:count]))
 
     def borrowed(held: Sequence[Path]) -> int:
         return _borrowed([*trained, *held], flow)
@@ -77,12 +91,33 @@ def settled(
     return paths
 
 
+def _far_reads(flow: Flow, params: Sequence[Var]) -> tuple[frozenset[int], ...]:
+    """The parameters that main equations read, but for those behind a value small enough to be made at home."""
+    sizes = [aval_bytes(var.aval) for var in params]
+    near = {
+        var
+        for var in flow.maker
+        if MUCH_SMALLER * aval_bytes(var.aval) <= sum(sizes[n] for n in flow.behind[var])
+    }
+    return tuple(
+        frozenset(
+            number
+            for atom in eqn.invars
+            if is_var(atom) and atom not in near
+            for number in flow.behind.get(atom, ())
+        )
+        for eqn in flow.main
+    )
+
+
 def _borrowed(paths: Sequence[Path], flow: Flow) -> int:
     """How many parameters are read where a group has begun that comes after their own."""
     reads: dict[int, list[int]] = {}
     for place, numbers in enumerate(together(flow, paths).reads):
         for number in numbers:
             reads.setdefault(number, []).append(place)
+    if not reads:
+        return 0
     depth = shared_keys([paths[number] for number in reads]) + 1
     starts: dict[Path, int] = {}
     for number, (first, *_) in reads.items():

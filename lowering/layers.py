@@ -132,6 +132,7 @@ def find_layers(
     stages: float,
     machine: Machine,
     trained: int | None = None,
+    batch: Sequence[int] | None = None,
 ) -> LayeredLoss:
     """Cuts a loss into layers: at its marks, or else by the rule of `cuts`.
 
@@ -143,6 +144,7 @@ def find_layers(
         stages: how many stages the layers will be balanced into; a plan's may be a fraction.
         machine: what their costs are counted for.
         trained: how many parameters the loss is differentiated by, the first ones; all unless given.
+        batch: the operands that are made from the batch; all unless given.
 
     Returns:
         The layers and the variables between them.
@@ -153,7 +155,7 @@ def find_layers(
     """
     params = len(loss.invars) - operands
     loss, marks = strip_marks(loss)
-    flow = sort_equations(loss, params, params if trained is None else trained)
+    flow = sort_equations(loss, params, trained, batch)
     if not marks:
         flow = together(flow, paths)
     spans = _spans(loss, flow, _short(paths), marks, stages, machine)

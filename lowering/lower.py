@@ -120,6 +120,7 @@ def _compile_opened(
         regions.paths,
         operands=len(regions.operands),
         trained=regions.trained,
+        batch=[i for i, operand in enumerate(regions.operands) if operand.batch],
         stages=layering,
         machine=machine,
     )

@@ -120,12 +120,14 @@ class Operand:
         split: whether each microbatch reads its own rows of axis 0.
         argument: the flat number of the leaf of the batch that it is, or None if the prologue computes it.
         aval: its type in the whole step.
+        batch: whether it is made from the batch; else from the state alone.
     """
 
     name: str
     split: bool
     argument: int | None
     aval: Any
+    batch: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,8 +252,13 @@ def split_step(
     chosen = [i for i in inputs if i not in set(params)]
     argument = {var: i for i, var in enumerate(step.invars) if i >= states}
     _refuse_batch(region, argument, names)
+    from_batch = made_from_batch(step, states)
     operands = tuple(
-        _operand(region, small_region, i, step, argument, names, parts) for i in chosen
+        dataclasses.replace(
+            _operand(region, small_region, i, step, argument, names, parts),
+            batch=region.invars[i] in from_batch if is_var(region.invars[i]) else False,
+        )
+        for i in chosen
     )
     if parts > 1:
         whole_loss = inline(region.params["loss"])
@@ -293,6 +300,20 @@ def _refuse_batch(region: Any, argument: dict[Var, int], names: Sequence[str]) -
                 f"the loss is differentiated by {names[number]}, which is part of the batch. Differentiate by leaves of the"
                 " state, and take gradients by the input inside the loss, with jax.grad."
             )
+
+
+def made_from_batch(step: Graph, states: int) -> set[Var]:
+    """The variables of a step that depend on the batch.
+
+    Args:
+        step: the step.
+        states: how many of its inputs are leaves of the state; the others are the batch.
+    """
+    found = set(step.invars[states:])
+    for eqn in step.eqns:
+        if any(is_var(atom) and atom in found for atom in eqn.invars):
+            found.update(eqn.outvars)
+    return found
 
 
 def _prologue_eqns(step: Graph, region: Any) -> list[Any]:
