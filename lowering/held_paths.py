@@ -81,7 +81,7 @@ def settled(
     flow = dataclasses.replace(flow, reads=_far_reads(flow, loss.invars[:count]))
 
     def borrowed(held: Sequence[Path]) -> int:
-        return _borrowed([*trained, *held], flow)
+        return _borrowed([*trained, *held], len(trained), flow)
 
     paths, fewest = list(held), borrowed(held)
     for tree in dict.fromkeys(filter(None, trees)):
@@ -110,10 +110,10 @@ def _far_reads(flow: Flow, params: Sequence[Var]) -> tuple[frozenset[int], ...]:
     )
 
 
-def _borrowed(paths: Sequence[Path], flow: Flow) -> int:
+def _borrowed(paths: Sequence[Path], trained: int, flow: Flow) -> int:
     """How many parameters are read where a group has begun that comes after their own."""
     reads: dict[int, list[int]] = {}
-    for place, numbers in enumerate(together(flow, paths).reads):
+    for place, numbers in enumerate(together(flow, paths, trained).reads):
         for number in numbers:
             reads.setdefault(number, []).append(place)
     if not reads:

@@ -157,7 +157,7 @@ def find_layers(
     loss, marks = strip_marks(loss)
     flow = sort_equations(loss, params, trained, batch)
     if not marks:
-        flow = together(flow, paths)
+        flow = together(flow, paths, trained)
     spans = _spans(loss, flow, _short(paths), marks, stages, machine)
     layers = [number for number, span in enumerate(spans) for _ in range(span.start, span.end)]
     sizes = [aval_bytes(var.aval) for var in loss.invars[:params]]

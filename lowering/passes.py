@@ -16,29 +16,32 @@ Terms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from ratrain_jax import compat
 from ratrain_jax.kernels.primitives import KERNELS
 from ratrain_jax.lowering.dependence import Flow
 from ratrain_jax.lowering.graph import Eqn, Var, is_var
 
+Path = tuple[str, ...]
+
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
-def together(flow: Flow, keys: Sequence[Hashable]) -> Flow:
+def together(flow: Flow, paths: Sequence[Path], trained: int | None = None) -> Flow:
     """Moves the equations that return to where they can first be computed.
 
     Args:
         flow: the equations of a loss.
-        keys: one a parameter; those of equal keys count as one.
+        paths: the path of each parameter; those of equal paths count as one.
+        trained: how many parameters the loss is differentiated by, the first ones; all unless given.
 
     Returns:
         The same equations; the main ones in an order in which every value is still made before it is read.
     """
     if any(eqn.effects for eqn in flow.main):
         return flow  # in the order in which they were written
-    ranks = _ranks(flow, keys)
+    ranks = _ranks(flow, paths, set(paths[:trained]))
     reached, highest = [], 0
     for rank in ranks:
         highest = max(highest, rank)
@@ -49,9 +52,7 @@ def together(flow: Flow, keys: Sequence[Hashable]) -> Flow:
     goal = [
         rank if back else high for rank, high, back in zip(ranks, reached, returning, strict=True)
     ]
-    order = sorted(
-        range(len(goal)), key=goal.__getitem__
-    )  # stable: the order of the trace within a rank
+    order = sorted(range(len(goal)), key=goal.__getitem__)  # stable: as traced within a rank
     return dataclasses.replace(
         flow,
         main=tuple(flow.main[n] for n in order),
@@ -60,16 +61,27 @@ def together(flow: Flow, keys: Sequence[Hashable]) -> Flow:
     )
 
 
-def _ranks(flow: Flow, keys: Sequence[Hashable]) -> list[int]:
+def _ranks(flow: Flow, paths: Sequence[Path], trained: set[Path]) -> list[int]:
     """The rank of each main equation's value."""
-    first: dict[Hashable, int] = {}
+    begun: dict[Path, int] = {}  # where a parameter, or a node of the tree, is first read
     of: dict[Var, int] = {}
+    nodes = {path[:-1] for path in trained}
+
+    def rank(number: int, place: int) -> int:
+        path = paths[number]
+        node = path[:-1]
+        own, around = begun.setdefault(path, place), begun.setdefault(node, place)
+        # What one net has and the other has not (a frozen norm's mean) counts as what both have beside it.
+        alone = path not in trained and node in nodes
+        outermost = len(path) - (path[0] == "params") < 2  # where neighbours are other layers
+        return around if alone and not outermost else own
+
     ranks = []
     for place, (eqn, numbers) in enumerate(zip(flow.main, flow.reads, strict=True)):
-        own = [first.setdefault(keys[n], place) for n in numbers]
-        rank = max([*own, *(of.get(atom, 0) for atom in eqn.invars if is_var(atom))], default=0)
-        of.update((var, rank) for var in eqn.outvars)
-        ranks.append(rank)
+        own = [rank(number, place) for number in numbers]
+        highest = max([*own, *(of.get(atom, 0) for atom in eqn.invars if is_var(atom))], default=0)
+        of.update((var, highest) for var in eqn.outvars)
+        ranks.append(highest)
     return ranks
 
 

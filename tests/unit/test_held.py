@@ -142,6 +142,146 @@ def test_a_net_behind_one_of_equal_names_stands_apart():
         assert found == of_all_layers("other/", "other/")
 
 
+def layers_of(step, state, stages=2):
+    program = rt.train_step(stages=stages, microbatches=2)(step).lower(state, X).program
+    return program.layers
+
+
+def assert_side_by_side(layers):
+    """Asserts that every layer has of both nets what it has of one."""
+    for layer in layers:
+        own = {name for name in layer.parameters if not name.startswith("state")}
+        theirs = {name for name in layer.parameters if "mean" not in name} - own
+        paths = (name.replace("/", "']['") for name in own)
+        assert theirs == {f"state['other']['{path}']" for path in paths}
+        assert not layer.borrows
+
+
+def test_what_is_also_read_before_the_loss_is_not_held():
+    def step(state, x):
+        size = jnp.sum(state["other"]["l0"]["w"] ** 2)
+        loss, grads = rt.value_and_grad(
+            lambda p: jnp.mean((net(p, x) - net(state["other"], x)) ** 2) / size
+        )(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {**state, "params": params}, loss
+
+    wanted = of_all_layers("other/")
+    del wanted["other/l0/w"]
+    assert held(step, STATE) == wanted
+    layers_of(step, STATE)
+
+
+def test_a_net_behind_that_the_update_joins_with_the_parameters_is_not_held():
+    def behind(params, state, x):
+        return jnp.mean(net(state["other"], net(params, x)) ** 2)
+
+    def towards(params, grads, state):
+        pulled = jax.tree.map(lambda p, o: p + 0.1 * (o - p), params, state["other"])
+        return {"params": pulled}
+
+    assert held(step_of(towards, behind), STATE) == {}
+    layers_of(step_of(towards, behind), STATE)
+    assert held(step_of(towards), STATE) == of_all_layers("other/")
+    layers_of(step_of(towards), STATE)
+
+
+def test_what_moves_towards_a_leaf_that_is_held_lies_with_it():
+    def loss(params, state, x):
+        return jnp.mean(net(params, x) * net(state["other"], x) * net(state["moving"], x))
+
+    def towards(params, grads, state):
+        moving = jax.tree.map(lambda m, o: m + 0.1 * (o - m), state["moving"], state["other"])
+        return {"moving": moving}
+
+    state = {**STATE, "moving": PARAMS}
+    found = held(step_of(towards, loss), state)
+    assert found == of_all_layers("other/") | of_all_layers("moving/")
+    assert all(not layer.borrows for layer in layers_of(step_of(towards, loss), state))
+
+
+def test_what_follows_a_follower_is_held():
+    def loss(params, state, x):
+        return jnp.mean(net(params, x) * net(state["other"], x) * net(state["older"], x))
+
+    def follow(params, grads, state):
+        other = optax.incremental_update(params, state["other"], 0.1)
+        return {"other": other, "older": state["other"]}
+
+    state = {**STATE, "older": PARAMS}
+    found = held(step_of(follow, loss), state)
+    assert found == of_all_layers("other/") | of_all_layers("older/")
+
+
+def test_scalars_that_follow_are_told_apart_by_their_paths_where_a_norm_joins_them():
+    gates = {f"l{n}": {**PARAMS[f"l{n}"], "gate": jnp.ones(())} for n in range(3)}
+
+    def gated(params, x):
+        for layer in params.values():
+            x = x + layer["gate"] * jnp.tanh(x @ layer["w"] + layer["b"])
+        return x
+
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
+
+    def step(state, x):
+        loss, grads = rt.value_and_grad(
+            lambda p: jnp.mean((gated(p, x) - gated(state["other"], x)) ** 2)
+        )(state["params"])
+        updates, _ = tx.update(grads, tx.init(state["params"]))
+        params = optax.apply_updates(state["params"], updates)
+        other = optax.incremental_update(params, state["other"], 0.1)
+        return {"params": params, "other": other}, loss
+
+    state = {"params": gates, "other": gates}
+    assert held(step, state)["other/l1/gate"] == "l1/gate"
+    layers_of(step, state)
+
+
+def test_a_penalty_on_the_distance_to_held_weights_leaves_layers_as_they_are():
+    def loss(params, state, x):
+        apart = jax.tree.map(lambda p, o: jnp.sum((p - o) ** 2), params, state["other"])
+        return jnp.mean(net(params, x) ** 2) + 0.1 * sum(jax.tree.leaves(apart))
+
+    state = {name: {f"l{n}": {"w": jnp.eye(64)} for n in range(4)} for name in STATE}
+
+    def net(params, x):
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["w"])
+        return x
+
+    step = step_of(lambda *_: {}, loss)
+    program = rt.train_step(stages=2, microbatches=2)(step).lower(state, jnp.ones((4, 64))).program
+    assert [layer.name for layer in program.layers] == [f"l{n}" for n in range(4)]
+    assert not any(layer.borrows for layer in program.layers)
+
+
+def test_weights_scaled_by_a_number_of_the_state_are_weights():
+    def loss(params, state, x):
+        scaled = jax.tree.map(lambda leaf: leaf / (1 - state["decay"]), state["other"])
+        return jnp.mean(net(params, x) * net(scaled, x))
+
+    state = {**STATE, "decay": jnp.float32(0.5)}
+    layers = layers_of(step_of(lambda *_: {}, loss), state)
+    assert_side_by_side(layers)
+
+
+def test_a_number_that_one_net_alone_has_goes_with_its_layer():
+    params = {f"l{n}": PARAMS["l0"] for n in range(6)}  # none so dear that it is opened
+    means = {name: {**layer, "mean": jnp.ones(8)} for name, layer in params.items()}
+
+    def centred(params, x):
+        for layer in params.values():
+            x = jnp.tanh((x - layer["mean"]) @ layer["w"] + layer["b"])
+        return x
+
+    def loss(params, state, x):
+        return jnp.mean(net(params, x) * centred(state["other"], x))
+
+    layers = layers_of(step_of(lambda *_: {}, loss), {"params": params, "other": means})
+    assert [len(layer.parameters) for layer in layers] == [5] * 6
+    assert_side_by_side(layers)
+
+
 def test_marked_layers_keep_their_places_and_a_follower_its_layer():
     """With marks nothing is moved: what is read in a later layer than its parameter's is borrowed there."""
 

@@ -26,7 +26,7 @@ def net(params, x):
 def moved(loss):
     """The reads of the main equations as traced, and as they are put together."""
     flow = sort_equations(loss.graph, len(loss.params))
-    return flow, together(flow, range(len(loss.params)))
+    return flow, together(flow, loss.paths)
 
 
 def test_two_passes_through_one_net_are_one_row_of_layers():
