@@ -173,15 +173,9 @@ def marked_spans(marks: Sequence[tuple[str, int]], first: str, end: int) -> list
         The layers, in order; they cover all main equations.
 
     Raises:
-        OptionError: two marks have one name, or nothing is computed between two of them.
+        OptionError: nothing is computed between two marks.
     """
     names = [name for name, _ in marks]
-    for name in names:
-        if names.count(name) > 1:
-            raise OptionError(
-                f"two layers are marked {name!r}. Give every ratrain_jax.layer of a step a name of"
-                " its own."
-            )
     while first in names:
         first += "/input"
     places = [place for _, place in marks]

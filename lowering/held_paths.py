@@ -134,6 +134,6 @@ def _borrowed(paths: Sequence[Path], trained: int, flow: Flow) -> int:
 
 def apart(path: Path, tree: str | None) -> Path:
     """The path of a leaf of a tree that stands apart."""
-    if len(path) > 1 and path[0] == FLAX:
-        return (FLAX, f"{tree}/{path[1]}", *path[2:])
-    return (f"{tree}/{path[0]}", *path[1:])
+    flax = path[:1] if len(path) > 1 and path[0] == FLAX else ()
+    inner = path[len(flax) :]
+    return (*flax, "/".join([f"{tree}", *inner[:1]]), *inner[1:])

@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from ratrain_jax.errors import OptionError
 from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.cost import (
     Cost,
@@ -34,7 +35,7 @@ from ratrain_jax.lowering.cost import (
 from ratrain_jax.lowering.cuts import Costs, Path, Span, automatic_spans, marked_spans
 from ratrain_jax.lowering.dependence import Flow, Mark, live_bytes, sort_equations, strip_marks
 from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, cut, is_var, needed
-from ratrain_jax.lowering.passes import together
+from ratrain_jax.lowering.passes import together, together_between
 from ratrain_jax.lowering.sides import SidePlacement, place_sides
 
 PASSES = 3
@@ -150,15 +151,21 @@ def find_layers(
         The layers and the variables between them.
 
     Raises:
-        OptionError: two marks have one name, or nothing is computed between two of them.
+        OptionError: two marks have one name but are no two passes, or nothing is computed between two of them.
         UnsupportedError: a mark stands inside a loop, a branch or a custom rule.
     """
     params = len(loss.invars) - operands
     loss, marks = strip_marks(loss)
     flow = sort_equations(loss, params, trained, batch)
+    names, starts = _marked(flow, marks)
     if not marks:
         flow = together(flow, paths, trained)
-    spans = _spans(loss, flow, _short(paths), marks, stages, machine)
+    elif len(starts) < len(marks):
+        traced, (flow, starts) = flow, together_between(flow, paths, trained, starts)
+        _check_passes(names, starts, () if flow is traced else flow.places, marks)
+    spans = _spans(
+        loss, flow, _short(paths), list(zip(names, starts, strict=True)), stages, machine
+    )
     layers = [number for number, span in enumerate(spans) for _ in range(span.start, span.end)]
     sizes = [aval_bytes(var.aval) for var in loss.invars[:params]]
     placement = place_sides(flow, layers, loss.outvars, sizes, paths, machine)
@@ -180,6 +187,41 @@ def find_layers(
     return LayeredLoss(_with_owners(found, paths), tuple(variables))
 
 
+def _marked(flow: Flow, marks: Sequence[Mark]) -> tuple[list[str], list[int]]:
+    """The names of marked layers, and the main equations with which they begin.
+
+    A name that comes again is that of a later pass through the same layer.
+    """
+    first: dict[str, int] = {}
+    for mark in marks:
+        first.setdefault(mark.name, sum(place < mark.place for place in flow.places))
+    return list(first), list(first.values())
+
+
+def _check_passes(
+    names: Sequence[str], starts: Sequence[int], places: Sequence[int], marks: Sequence[Mark]
+) -> None:
+    """Refuses a name that comes again where nothing goes back to its layer.
+
+    Args:
+        names: of the layers.
+        starts: where they begin.
+        places: where in the loss each equation stood; nothing if none was moved.
+        marks: all marks.
+    """
+    ends = [*starts[1:], len(places)]
+    first: set[str] = set()
+    for mark in marks:
+        number = names.index(mark.name)
+        here = places[starts[number] : ends[number]]
+        if mark.name in first and not any(place >= mark.place for place in here):
+            raise OptionError(
+                f"two layers are marked {mark.name!r}, and the second is no other pass through the first that could run"
+                " beside it. Give every ratrain_jax.layer of a step a name of its own."
+            )
+        first.add(mark.name)
+
+
 def _short(paths: Sequence[Path]) -> list[Path]:
     """Paths without the key under which Flax keeps all parameters."""
     if all(len(path) > 1 and path[0] == "params" for path in paths):
@@ -191,7 +233,7 @@ def _spans(
     loss: Graph,
     flow: Flow,
     paths: Sequence[Path],
-    marks: Sequence[Mark],
+    marks: Sequence[tuple[str, int]],
     stages: float,
     machine: Machine,
 ) -> list[Span]:
@@ -210,11 +252,9 @@ def _spans(
     costs = Costs(before, live_bytes(flow.main, sizes), codes, stages)
     if not marks:
         return automatic_spans(members, costs)
-    places = [sum(place < mark.place for place in flow.places) for mark in marks]
     # What stands before the first mark is named as it would be without marks.
     first = automatic_spans(members, costs)[0].name
-    named = [(mark.name, place) for mark, place in zip(marks, places, strict=True)]
-    return marked_spans(named, first, len(flow.main))
+    return marked_spans(marks, first, len(flow.main))
 
 
 def _seconds(flow: Flow, machine: Machine) -> list[float]:

@@ -37,11 +37,13 @@ def layer(x: Tree, name: str) -> Tree:
     """Says that `x` begins the layer `name`. It computes nothing.
 
     Where a loss has marks, they replace the layers that would be found by themselves: a layer runs from its mark
-    to the next one. What comes before the first mark is a layer of its own.
+    to the next one. What comes before the first mark is a layer of its own. Where a network with marks runs more than once in a
+    loss, on inputs that do not need each other, the marks of the first pass say where its layers begin; the other
+    passes run beside it.
 
     Args:
         x: an array or a tree of arrays, as it enters the layer.
-        name: the layer's name, unique within the step.
+        name: the layer's name; that of another layer only in another pass through it.
 
     Returns:
         `x`, unchanged.

@@ -6,16 +6,18 @@ so would all stand in the last layer, far from its parameters. Here each of its 
 allows, to the layer that owns its parameters.
 
 Terms.
-    A parameter has the **rank** of its first read. A value has the highest rank among what it is made from. An equation
-    is **behind** if its value's rank is lower than that of an equation before it. An equation **returns** if it is
-    behind and multiplies by parameters (or reads some further down from one that does), or if one that returns needs its
-    result. Only those move: what is behind otherwise (a skip connection, a decoder's lookup in the encoder's embedding)
-    stands where it is read.
+    A parameter has the **rank** of its first read: its place, or its layer where it is known where layers begin. A value
+    has the highest rank among what it is made from. An equation is **behind** if its value's rank is lower than that of an
+    equation before it. An equation **returns** if it is behind and multiplies by parameters (or reads some further down
+    from one that does), or if one that returns needs its result. Only those move: what is behind otherwise (a skip
+    connection, a decoder's lookup in the encoder's embedding) stands where it is read.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from ratrain_jax import compat
@@ -39,20 +41,37 @@ def together(flow: Flow, paths: Sequence[Path], trained: int | None = None) -> F
     Returns:
         The same equations; the main ones in an order in which every value is still made before it is read.
     """
-    if any(eqn.effects for eqn in flow.main):
-        return flow  # in the order in which they were written
-    ranks = _ranks(flow, paths, set(paths[:trained]))
-    reached, highest = [], 0
-    for rank in ranks:
-        highest = max(highest, rank)
-        reached.append(highest)
-    returning = _returning(flow, [rank < high for rank, high in zip(ranks, reached, strict=True)])
-    if not any(returning):
-        return flow
-    goal = [
-        rank if back else high for rank, high, back in zip(ranks, reached, returning, strict=True)
+    places = range(len(flow.main))
+    goals = _goals(flow, paths, trained, places, kept=False)
+    return flow if goals is None else _ordered(flow, goals)
+
+
+def together_between(
+    flow: Flow, paths: Sequence[Path], trained: int | None, starts: Sequence[int]
+) -> tuple[Flow, list[int]]:
+    """As `together`, where it is given where layers begin: an equation that returns goes to the end of one.
+
+    Args:
+        flow: the equations of a loss.
+        paths: the path of each parameter.
+        trained: how many parameters the loss is differentiated by; all if None.
+        starts: the main equations with which layers begin, ascending.
+
+    Returns:
+        The equations in their new order, and where the layers begin in it.
+    """
+    layers = [bisect.bisect_right(starts, place) for place in range(len(flow.main))]
+    goals = _goals(flow, paths, trained, layers, kept=True)
+    if goals is None:
+        return flow, list(starts)
+    return _ordered(flow, goals), [
+        sum(goal <= number for goal in goals) for number in range(len(starts))
     ]
-    order = sorted(range(len(goal)), key=goal.__getitem__)  # stable: as traced within a rank
+
+
+def _ordered(flow: Flow, goals: Sequence[int]) -> Flow:
+    """Equations by their goals, those of one goal as they were traced."""
+    order = sorted(range(len(goals)), key=goals.__getitem__)
     return dataclasses.replace(
         flow,
         main=tuple(flow.main[n] for n in order),
@@ -61,7 +80,38 @@ def together(flow: Flow, paths: Sequence[Path], trained: int | None = None) -> F
     )
 
 
-def _ranks(flow: Flow, paths: Sequence[Path], trained: set[Path]) -> list[int]:
+def _goals(
+    flow: Flow, paths: Sequence[Path], trained: int | None, at: Sequence[int], kept: bool
+) -> list[int] | None:
+    """Where each main equation goes; None if none moves.
+
+    Args:
+        flow: the equations.
+        paths: the path of each parameter.
+        trained: how many parameters the loss is differentiated by.
+        at: where each main equation is: its place, or its layer.
+        kept: whether the others stay where they are; else they stand with the highest rank before them.
+    """
+    if any(eqn.effects for eqn in flow.main):
+        return None  # they stay in the order in which they were written
+    ranks = _ranks(flow, paths, set(paths[:trained]), at)
+    reached = list(itertools.accumulate(ranks, max))
+    returning = _returning(flow, [rank < high for rank, high in zip(ranks, reached, strict=True)])
+    if not any(returning):
+        return None
+    goals: list[int] = []
+    of: dict[Var, int] = {}
+    for eqn, goal, rank, returns in zip(
+        flow.main, at if kept else reached, ranks, returning, strict=True
+    ):
+        if returns:
+            goal = max([rank, *(of.get(atom, 0) for atom in eqn.invars if is_var(atom))])
+        goals.append(goal)
+        of.update((var, goal) for var in eqn.outvars)
+    return goals
+
+
+def _ranks(flow: Flow, paths: Sequence[Path], trained: set[Path], at: Sequence[int]) -> list[int]:
     """The rank of each main equation's value."""
     begun: dict[Path, int] = {}  # where a parameter, or a node of the tree, is first read
     of: dict[Var, int] = {}
@@ -73,11 +123,11 @@ def _ranks(flow: Flow, paths: Sequence[Path], trained: set[Path]) -> list[int]:
         own, around = begun.setdefault(path, place), begun.setdefault(node, place)
         # What one net has and the other has not (a frozen norm's mean) counts as what both have beside it.
         alone = path not in trained and node in nodes
-        outermost = len(path) - (path[0] == "params") < 2  # where neighbours are other layers
+        outermost = len(path) - (path[:1] == ("params",)) < 2  # where neighbours are other layers
         return around if alone and not outermost else own
 
     ranks = []
-    for place, (eqn, numbers) in enumerate(zip(flow.main, flow.reads, strict=True)):
+    for place, eqn, numbers in zip(at, flow.main, flow.reads, strict=True):
         own = [rank(number, place) for number in numbers]
         highest = max([*own, *(of.get(atom, 0) for atom in eqn.invars if is_var(atom))], default=0)
         of.update((var, highest) for var in eqn.outvars)

@@ -311,6 +311,22 @@ def test_marks_of_one_name_are_refused():
         traced.layers(2)
 
 
+def test_marks_of_one_name_are_two_passes_through_a_layer():
+    def loss(params, x, y):
+        def net(x):
+            x = layer(x, "first") @ params["l0"]
+            return jnp.tanh(layer(jnp.tanh(x) * 2, "second") @ params["l1"] @ params["l2"])
+
+        return jnp.mean((net(x) - net(y)) ** 2)
+
+    traced = trace_loss(loss, dense_params(3), X, X[::-1])
+    layered = traced.layers(2)
+    check_layers(layered, traced)
+    assert names(layered) == ["first", "second"]
+    assert [found.reads for found in layered.layers] == [(0,), (1, 2)]
+    assert_equal_gradients(traced, layered)
+
+
 def test_a_mark_with_nothing_behind_it_is_refused():
     def loss(params, x):
         x = layer(layer(jnp.tanh(x @ params["l0"]), "one"), "two")
