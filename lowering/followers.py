@@ -18,6 +18,9 @@ Path = tuple[str, ...]
 
 _NONE: frozenset[Path] = frozenset()
 
+_SCALING = frozenset({"mul", "div", "select_n"})
+"""What takes a scalar of one parameter and gives one, whatever scalar of all (a norm, a finite check) it takes beside it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AfterLoss:
@@ -88,8 +91,11 @@ class AfterLoss:
 def _behind(eqn: Eqn, behind: Mapping[Var, frozenset[Path]]) -> frozenset[Path]:
     """The parameters that an equation's results are made from."""
     small = all(map(is_small, eqn.outvars))
-    found = _NONE
-    for atom in eqn.invars:
-        if is_var(atom) and atom in behind and (small or not is_small(atom)):
-            found |= behind[atom]
-    return found
+    read = [
+        behind[atom]
+        for atom in eqn.invars
+        if is_var(atom) and atom in behind and (small or not is_small(atom))
+    ]
+    if small and eqn.primitive.name in _SCALING and any(len(paths) == 1 for paths in read):
+        read = [paths for paths in read if len(paths) == 1]
+    return _NONE.union(*read)

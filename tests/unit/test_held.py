@@ -213,7 +213,8 @@ def test_what_follows_a_follower_is_held():
     assert found == of_all_layers("other/") | of_all_layers("older/")
 
 
-def test_scalars_that_follow_are_told_apart_by_their_paths_where_a_norm_joins_them():
+@pytest.mark.parametrize("renamed", [False, True])
+def test_scalars_that_follow_are_told_apart_where_a_norm_joins_them(renamed):
     gates = {f"l{n}": {**PARAMS[f"l{n}"], "gate": jnp.ones(())} for n in range(3)}
 
     def gated(params, x):
@@ -223,17 +224,24 @@ def test_scalars_that_follow_are_told_apart_by_their_paths_where_a_norm_joins_th
 
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
 
+    def to_state(params):
+        return {f"m{name}": layer for name, layer in params.items()} if renamed else params
+
+    def from_state(other):
+        return {name.lstrip("m"): layer for name, layer in other.items()}
+
     def step(state, x):
-        loss, grads = rt.value_and_grad(
-            lambda p: jnp.mean((gated(p, x) - gated(state["other"], x)) ** 2)
-        )(state["params"])
+        old = from_state(state["other"])
+        loss, grads = rt.value_and_grad(lambda p: jnp.mean((gated(p, x) - gated(old, x)) ** 2))(
+            state["params"]
+        )
         updates, _ = tx.update(grads, tx.init(state["params"]))
         params = optax.apply_updates(state["params"], updates)
-        other = optax.incremental_update(params, state["other"], 0.1)
+        other = to_state(optax.incremental_update(params, old, 0.1))
         return {"params": params, "other": other}, loss
 
-    state = {"params": gates, "other": gates}
-    assert held(step, state)["other/l1/gate"] == "l1/gate"
+    state = {"params": gates, "other": to_state(gates)}
+    assert held(step, state)["other/ml1/gate" if renamed else "other/l1/gate"] == "l1/gate"
     layers_of(step, state)
 
 
