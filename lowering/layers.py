@@ -21,7 +21,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from ratrain_jax.errors import OptionError
 from ratrain_jax.kernels import Machine
 from ratrain_jax.lowering.cost import (
     Cost,
@@ -33,9 +32,9 @@ from ratrain_jax.lowering.cost import (
     jaxpr_seconds,
 )
 from ratrain_jax.lowering.cuts import Costs, Path, Span, automatic_spans, marked_spans
-from ratrain_jax.lowering.dependence import Flow, Mark, live_bytes, sort_equations, strip_marks
+from ratrain_jax.lowering.dependence import Flow, live_bytes, sort_equations, strip_marks
 from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, cut, is_var, needed
-from ratrain_jax.lowering.passes import together, together_between
+from ratrain_jax.lowering.marked import arranged
 from ratrain_jax.lowering.sides import SidePlacement, place_sides
 
 PASSES = 3
@@ -157,15 +156,8 @@ def find_layers(
     params = len(loss.invars) - operands
     loss, marks = strip_marks(loss)
     flow = sort_equations(loss, params, trained, batch)
-    names, starts = _marked(flow, marks)
-    if not marks:
-        flow = together(flow, paths, trained)
-    elif len(starts) < len(marks):
-        traced, (flow, starts) = flow, together_between(flow, paths, trained, starts)
-        _check_passes(names, starts, () if flow is traced else flow.places, marks)
-    spans = _spans(
-        loss, flow, _short(paths), list(zip(names, starts, strict=True)), stages, machine
-    )
+    flow, starts = arranged(flow, paths, trained, marks)
+    spans = _spans(loss, flow, _short(paths), starts, stages, machine)
     layers = [number for number, span in enumerate(spans) for _ in range(span.start, span.end)]
     sizes = [aval_bytes(var.aval) for var in loss.invars[:params]]
     placement = place_sides(flow, layers, loss.outvars, sizes, paths, machine)
@@ -185,41 +177,6 @@ def find_layers(
         for entry in entries
     ]
     return LayeredLoss(_with_owners(found, paths), tuple(variables))
-
-
-def _marked(flow: Flow, marks: Sequence[Mark]) -> tuple[list[str], list[int]]:
-    """The names of marked layers, and the main equations with which they begin.
-
-    A name that comes again is that of a later pass through the same layer.
-    """
-    first: dict[str, int] = {}
-    for mark in marks:
-        first.setdefault(mark.name, sum(place < mark.place for place in flow.places))
-    return list(first), list(first.values())
-
-
-def _check_passes(
-    names: Sequence[str], starts: Sequence[int], places: Sequence[int], marks: Sequence[Mark]
-) -> None:
-    """Refuses a name that comes again where nothing goes back to its layer.
-
-    Args:
-        names: of the layers.
-        starts: where they begin.
-        places: where in the loss each equation stood; nothing if none was moved.
-        marks: all marks.
-    """
-    ends = [*starts[1:], len(places)]
-    first: set[str] = set()
-    for mark in marks:
-        number = names.index(mark.name)
-        here = places[starts[number] : ends[number]]
-        if mark.name in first and not any(place >= mark.place for place in here):
-            raise OptionError(
-                f"two layers are marked {mark.name!r}, and the second is no other pass through the first that could run"
-                " beside it. Give every ratrain_jax.layer of a step a name of its own."
-            )
-        first.add(mark.name)
 
 
 def _short(paths: Sequence[Path]) -> list[Path]:

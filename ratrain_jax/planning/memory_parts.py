@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from ratrain_jax.planning.layer_table import LayerRow, shard_bytes
+from ratrain_jax.planning.layer_table import LayerRow
+from ratrain_jax.planning.leaves import shard_bytes
 from ratrain_jax.planning.stage_costs import Stage, StageCosts
 
 

@@ -15,7 +15,7 @@ from ratrain_jax.lowering.lower import lower_step
 from ratrain_jax.lowering.text import readable_bytes
 from ratrain_jax.planning.configuration import RUNNABLE, Configuration
 from ratrain_jax.planning.fewest import fewest_devices
-from ratrain_jax.planning.layer_table import shard_bytes
+from ratrain_jax.planning.leaves import shard_bytes
 from ratrain_jax.planning.memory_parts import memory_parts
 from ratrain_jax.planning.plan import Plan, PlannedStage, fingerprint_of
 from ratrain_jax.planning.search import Found, search

@@ -30,7 +30,8 @@ from ratrain_jax.kernels.collectives import (
 )
 from ratrain_jax.lowering.blocks import block_ends
 from ratrain_jax.planning.configuration import Configuration
-from ratrain_jax.planning.layer_table import LayerRow, LayerTable, running, shard_bytes
+from ratrain_jax.planning.layer_table import LayerRow, LayerTable, running
+from ratrain_jax.planning.leaves import shard_bytes
 
 TERMS = (
     "parameters",
