@@ -49,6 +49,7 @@ def make_params(numbers, scanned):
 def main(case, out):
     """Trains, and writes what came out."""
     scanned, steps, swap = case.pop("scanned", False), case.pop("steps", 3), case.pop("swap", False)
+    averaged = case.pop("averaged", False)
     order = case.pop("order", None)
     if order is not None:
         case["devices"] = [jax.devices()[n] for n in order]
@@ -61,13 +62,22 @@ def main(case, out):
 
     @rt.train_step(**case)
     def step(state, batch):
-        call = rt.value_and_grad(scanned_loss if scanned else loss, has_aux=True)
-        (value, aux), grads = call(state["params"], batch)
+        def loss_fn(params, batch):
+            value, aux = (scanned_loss if scanned else loss)(params, batch)
+            if averaged:
+                said = chain(state["average"], batch["x"])[1]
+                value += jnp.mean((chain(params, batch["x"])[1] - said) ** 2)
+            return value, aux
+
+        (value, aux), grads = rt.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
         updates, new = optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         noise = jax.random.uniform(state["key"])
         key = jax.random.split(state["key"])[0]
-        return {"params": params, "opt": new, "key": key}, {"loss": value, "noise": noise, **aux}
+        new = {"params": params, "opt": new, "key": key}
+        if averaged:
+            new["average"] = optax.incremental_update(params, state["average"], 0.2)
+        return new, {"loss": value, "noise": noise, **aux}
 
     @rt.eval_step(step)
     def evaluate(state, batch):
@@ -75,6 +85,8 @@ def main(case, out):
 
     params = make_params(numbers, scanned)
     state = {"params": params, "opt": optimizer.init(params), "key": jax.random.key(3)}
+    if averaged:
+        state["average"] = jax.tree.map(lambda x: 0.5 * x, params)
     kept = []
     for n in range(steps):
         batch = {"x": numbers(BATCH, WIDTH), "y": numbers(BATCH, WIDTH)}

@@ -72,6 +72,9 @@ def assert_same(tmp_path, processes, devices, case):
         ),
         pytest.param(2, 1, {"stages": 2, "scanned": True, "microbatches": 2}, id="stacked"),
         pytest.param(
+            2, 2, {"stages": 2, "data_parallel": 2, "averaged": True}, id="a-moving-average-is-read"
+        ),
+        pytest.param(
             2,
             2,
             {
