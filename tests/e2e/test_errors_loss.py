@@ -99,19 +99,17 @@ def test_a_microbatch_key_where_no_microbatch_is_at_hand(step, where):
     refused(UnsupportedError, step, words=words, microbatches=2)
 
 
-def test_a_target_network():
-    """A leaf that follows a parameter lives in that parameter's layer, where the loss cannot read it."""
+def test_what_is_made_of_a_target_network_before_the_loss():
+    """A leaf that follows a parameter lives in that parameter's layer: nothing can be made of it on stage 0."""
 
     def step(state, batch):
-        def loss(params):
-            goal = jax.lax.stop_gradient(loss_of(state["target"], batch))
-            return (loss_of(params, batch) - goal) ** 2
-
-        params = descend(state["params"], rt.grad(loss)(state["params"]))
+        goal = loss_of(jax.tree.map(lambda t: 2 * t, state["target"]), batch)
+        params = state["params"]
+        params = descend(params, rt.grad(lambda p: (loss_of(p, batch) - goal) ** 2)(params))
         target = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, state["target"], params)
         return {"params": params, "target": target}
 
-    words = ("state['target']['first']", "layer `first`", "differentiated")
+    words = ("state['target']['first']", "layer `first`", "Read it inside the loss")
     refused(UnsupportedError, step, {"params": STATE, "target": STATE}, BATCH, words=words)
 
 
