@@ -45,6 +45,8 @@ def hold(trace: Trace) -> Trace:
         for i, var in enumerate(region.invars)
         if is_var(var) and var in number and i not in region.params["diff"]
     }
+    if not read:
+        return trace
     # What is also read before the loss has to be where the prologue is.
     before = {
         a
@@ -111,8 +113,6 @@ def _sources(region: Eqn) -> dict[Var, Path]:
 
 def _paths(trace: Trace, step: Graph, region: Eqn, read: Mapping[int, int]) -> dict[int, Path]:
     """The path of each input of the loss, of those that are leaves of the state, that is held."""
-    if not read:
-        return {}
     after, sources = AfterLoss.of(trace, step, region), _sources(region)
     followers = after.followers(sources)
     paths = {i: followers[leaf] for i, leaf in read.items() if leaf in followers}
