@@ -122,8 +122,12 @@ class StepCode:
     @functools.cached_property
     def param_axes(self) -> tuple[int | None, ...]:
         """The axis along which each parameter is cut."""
-        number = {var: leaf for leaf, var in enumerate(self.regions.step.invars)}
-        return tuple(self.shard_axes[number[var]] for var in self.regions.params)
+        axes = {
+            p: self.shard_axes[leaf]
+            for layer in self.update.layers
+            for p, leaf in zip(layer.params, layer.parameters, strict=True)
+        }
+        return tuple(axes[p] for p in range(len(axes)))
 
     @functools.cached_property
     def leaf_stages(self) -> dict[int, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 from ratrain_jax.lowering.cost import aval_bytes
@@ -43,8 +42,7 @@ def aligned(leaves: Mapping[int, Path], trained: Sequence[Path]) -> dict[int, Pa
     known = set(trained)
     flax = _in_flax(trained)
     heads = {path[1] if flax else path[0] for path in trained if path}
-    columns = zip(*leaves.values(), strict=False)
-    shared = len(list(itertools.takewhile(lambda keys: len(set(keys)) == 1, columns)))
+    shared = shared_keys(list(leaves.values()))
     found = {}
     for leaf, path in leaves.items():
         ends = (path[n:] for n in range(len(path)) if path[n:] in known)

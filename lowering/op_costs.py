@@ -273,7 +273,7 @@ class OpCoster:
     def of(self, op: Op) -> Iterator[tuple[int, Work]]:
         """The layers that an op works for (-1 for none) and what each of them costs."""
         rule = _RULES.get(type(op))
-        if rule is not None:
+        if rule is not None and not self.program.runs_nothing(op):
             yield from rule(self, op)
 
     def value(self, number: int) -> Value:
@@ -286,10 +286,8 @@ class OpCoster:
         return Work(seconds=seconds, launch_seconds=seconds)
 
     def swept(self, op: Op, flops: float = 0) -> Work:
-        """A program that reads and writes all values of an op; none where these are empty."""
+        """A program that reads and writes all values of an op."""
         count = sum(self.value(v).bytes for v in (*op.reads, *op.writes))
-        if not self.program.makes_arrays(op):
-            return Work()
         seconds = self.durations.sweep(count)
         busy = flops / self.machine.peak("float32")
         return self.launch() + Work(
@@ -313,8 +311,6 @@ class OpCoster:
     def collected(self, count: int) -> Work:
         """A reduce-scatter or all-gather over the group, of an array of `count` bytes."""
         ranks = self.code.data_parallel
-        if not count:
-            return Work()
         return self.sent((ranks - 1) * count // ranks, self.durations.collective(count))
 
     def program_of(self, layer: int, which: str) -> Work:
@@ -329,8 +325,7 @@ def _run(which: str) -> Callable[[OpCoster, Any], Iterator[tuple[int, Work]]]:
     def rule(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
         for layer in range(*op.layers):
             work = coster.program_of(layer, which)
-            starts = layer == op.layers[0] and coster.program.makes_arrays(op)
-            yield layer, work + coster.launch() if starts else work
+            yield layer, work + coster.launch() if layer == op.layers[0] else work
 
     return rule
 
@@ -341,7 +336,7 @@ def _swept(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
 
 def _send(coster: OpCoster, op: Any) -> Iterator[tuple[int, Work]]:
     value = coster.value(op.writes[0])
-    seconds = coster.durations.send(value.bytes, op.target - op.stage) if value.arrays else 0.0
+    seconds = coster.durations.send(value.bytes, op.target - op.stage)
     yield coster.producer(value), coster.sent(value.bytes, seconds)
 
 

@@ -338,9 +338,10 @@ class Program:
         for stage, ops in enumerate(self.order):
             yield from (op for op in ops if op.stages[0] == stage)
 
-    def makes_arrays(self, op: Op) -> bool:
-        """Whether an op writes any array. Of a layer that only holds parameters, gradients are bundles of none."""
-        return any(self.values[value].arrays for value in op.writes)
+    def runs_nothing(self, op: Op) -> bool:
+        """Whether an op only stands for an order: one of gradients, of a layer that holds parameters alone."""
+        of_gradients = isinstance(op, (ZeroGradient, Backward, SendGradient, GradSync))
+        return of_gradients and not any(self.values[value].arrays for value in op.writes)
 
     def _repr_html_(self) -> str:
         from .markup import program_html

@@ -66,11 +66,11 @@ def place_sides(
     Returns:
         The placement.
     """
-    home: dict[Hashable, int] = {}  # the first layer that reads parameters of each key
+    first: dict[Hashable, int] = {}  # the layer that reads parameters of each key first
     needs: dict[Var, set[int]] = {var: set() for var in flow.maker}
     for layer, eqn, numbers in zip(layers, flow.main, flow.reads, strict=True):
         for number in numbers:
-            home.setdefault(keys[number], layer)
+            first.setdefault(keys[number], layer)
         for atom in eqn.invars:
             if is_var(atom) and atom in needs:
                 needs[atom].add(layer)
@@ -78,6 +78,7 @@ def place_sides(
         if is_var(atom) and atom in needs:
             needs[atom].add(layers[-1])
 
+    home = {number: first[key] for number, key in enumerate(keys) if key in first}
     handed = _worth_handing_on(flow, machine)
     makers: list[frozenset[int]] = []
     passed: dict[Var, tuple[int, tuple[int, ...]]] = {}
@@ -86,8 +87,7 @@ def place_sides(
         made = wanted
         if len(wanted) > 1 and handed[number]:
             made = {min(wanted)}
-        homes = {p: home[keys[p]] for p in flow.behind.get(eqn.outvars[0], ()) if keys[p] in home}
-        made = _at_home(eqn, flow, homes, param_bytes, made)
+        made = _at_home(eqn, flow, home, param_bytes, made)
         if made != wanted:
             maker = min(made)
             passed.update(

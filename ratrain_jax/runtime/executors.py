@@ -37,8 +37,6 @@ from ratrain_jax.runtime.reductions import Reduction
 from ratrain_jax.runtime.validation import early_update, use_up, validate
 from ratrain_jax.runtime.workers import Task
 
-_OF_GRADIENTS = (ZeroGradient, Backward, SendGradient, GradSync)
-
 
 class Executors:
     """Makes what each op runs; executables are compiled in the background until `finish`.
@@ -70,8 +68,8 @@ class Executors:
 
     def __call__(self, op: Op) -> Execute:
         """What an op runs."""
-        if isinstance(op, _OF_GRADIENTS) and not self.program.makes_arrays(op):
-            return lambda bundles: ((),) * len(op.writes)  # of parameters that are held alone
+        if self.program.runs_nothing(op):
+            return lambda bundles: ((),) * len(op.writes)
         self._op = op
         return _MAKERS[type(op)](self, op)
 

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 import ratrain_jax as rt
+from ratrain_jax.kernels import load_machine
+from ratrain_jax.lowering.op_costs import OpCoster
 from ratrain_jax.lowering.program import Borrow, Kind, PrefetchView, SendActivation
+from ratrain_jax.profiling.keys import moved_bytes
 from tests.models import held
 from tests.models.held import Net, batches, make_state, make_step
 from tests.training import TWO_BY_TWO, assert_close, differing, named_leaves, train
@@ -91,8 +94,36 @@ def test_what_never_changes_is_whole_on_every_device_and_never_gathered(name):
     views = [program.values[op.writes[0]] for op in program.ops() if isinstance(op, PrefetchView)]
     assert sum(view.aliased for view in views) == fixed > 0
     gathered = sum(view.bytes for view in views)
+    assert gathered == sum(
+        moved_bytes(op, program) for op in program.ops() if isinstance(op, PrefetchView)
+    )
     trained = code.regions.params[: code.regions.trained]
     assert gathered == sum(np.prod(var.aval.shape) * 8 for var in trained)
+
+
+def test_gradients_of_what_is_only_held_take_no_time():
+    found = lowered("teacher", **TWO_BY_TWO)
+    coster = OpCoster(found.code, found.program, load_machine("mt3000"))
+    nothing = [op for op in found.program.ops() if found.program.runs_nothing(op)]
+    assert {type(op).__name__ for op in nothing} >= {"ZeroGradient", "GradSync", "Backward"}
+    assert not any(coster.seconds(op) for op in nothing)
+
+
+def test_an_evaluation_takes_what_never_changes_as_it_lies():
+    net = Net()
+    state, make = parts("reference", net)
+    step = rt.train_step(data_parallel=2)(make(rt.value_and_grad))
+    batch = batches(1)[0]
+    state, _ = step(state, batch)
+
+    @rt.eval_step(step)
+    def predict(state, batch):
+        return net.apply(state["held"]["reference"], batch["x"])
+
+    code = predict.lower(state, batch).code
+    assert len(code.fixed) == len(code.regions.params)
+    assert set(code.param_axes) == {None}
+    assert_close(predict(state, batch), predict.__wrapped__(rt.gather(state), batch), atol=1e-12)
 
 
 def test_layers_of_two_nets_of_one_shape_are_one_row():
