@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ratrain_jax import compat
 from ratrain_jax.errors import StepError, UnsupportedError
-from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, is_var, needed
+from ratrain_jax.lowering.graph import Atom, Eqn, Graph, Var, is_var, needed, reached
 from ratrain_jax.lowering.marks import layer_mark_p
 
 
@@ -120,21 +120,16 @@ def sort_equations(
     Raises:
         StepError: they need none.
     """
-    moving = set(loss.invars[:trained] if trained is not None else loss.invars[:params])
-    from_params = set(loss.invars[:params])
     operands = loss.invars[params:]
-    from_batch = {operands[i] for i in batch} if batch else set(operands)
     live = needed(loss.eqns, loss.outvars, loss.invars)[0]
     if not live:
         raise StepError(
             "the loss computes nothing, so it cannot depend on both the parameters and the batch."
             " Compute it from them inside the function that ratrain_jax.value_and_grad takes."
         )
-    for eqn in live:
-        for reached in (moving, from_params, from_batch):
-            if any(is_var(atom) and atom in reached for atom in eqn.invars):
-                reached.update(eqn.outvars)
-    both = from_params & from_batch
+    moving = reached(live, loss.invars[: params if trained is None else trained])
+    from_batch = reached(live, [operands[i] for i in batch] if batch else operands)
+    both = from_batch & reached(live, loss.invars[:params])
     is_main = [not both or eqn.outvars[0] in both for eqn in live]
     main = tuple(eqn for eqn, yes in zip(live, is_main, strict=True) if yes)
     sides = tuple(eqn for eqn, yes in zip(live, is_main, strict=True) if not yes)

@@ -116,6 +116,20 @@ def needed(
     return kept, wanted
 
 
+def reached(eqns: Sequence[Eqn], start: Iterable[Var]) -> set[Var]:
+    """Some variables, and all that equations make from them.
+
+    Args:
+        eqns: the equations, in order.
+        start: the variables.
+    """
+    found = set(start)
+    for eqn in eqns:
+        if any(is_var(atom) and atom in found for atom in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
 def cut(
     graph: Graph,
     invars: Sequence[Var],

@@ -20,7 +20,7 @@ from ratrain_jax.lowering.followers import AfterLoss
 from ratrain_jax.lowering.graph import Eqn, Graph, Var, inline, is_var, needed
 from ratrain_jax.lowering.held_paths import aligned, apart, settled
 from ratrain_jax.lowering.labels import is_small
-from ratrain_jax.lowering.regions import loss_region_p, made_from_batch, parameters_of
+from ratrain_jax.lowering.regions import made_from_batch, one_region, parameters_of
 from ratrain_jax.lowering.trace import Trace
 
 Path = tuple[str, ...]
@@ -94,12 +94,6 @@ def parameter_paths(trace: Trace) -> list[tuple[int, Path]] | None:
     params = [number[region.invars[i]] for i in parameters_of(region)]
     paths = dict(zip(params, region.params["paths"], strict=True))
     return list((AfterLoss.of(held, step, region).followers(_sources(region)) | paths).items())
-
-
-def one_region(graph: Graph) -> Any:
-    """The loss region, if a step has just one; what else there may be is refused later, by name."""
-    found = [eqn for eqn in graph.eqns if eqn.primitive is loss_region_p]
-    return found[0] if len(found) == 1 else None
 
 
 def _sources(region: Eqn) -> dict[Var, Path]:

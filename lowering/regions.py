@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from ratrain_jax import compat
 from ratrain_jax.errors import BatchError, StepError, UnsupportedError
 from ratrain_jax.lowering.additivity import warn_of_other_losses
-from ratrain_jax.lowering.graph import Graph, Var, as_function, inline, is_var, needed
+from ratrain_jax.lowering.graph import Graph, Var, as_function, inline, is_var, needed, reached
 from ratrain_jax.lowering.keys import fold_keys, refuse_folding, warn_of_shared_keys
 from ratrain_jax.lowering.results import ratio, take_results
 
@@ -212,6 +212,12 @@ def _hides_loss(eqn: Any) -> bool:
     return False
 
 
+def one_region(graph: Graph) -> Any:
+    """The loss region, if a step has just one; what else there may be is refused later, by name."""
+    found = [eqn for eqn in graph.eqns if eqn.primitive is loss_region_p]
+    return found[0] if len(found) == 1 else None
+
+
 def parameters_of(region: Any) -> tuple[int, ...]:
     """The inputs of a loss that are parameters: those that it is differentiated by, then those that it holds."""
     return (*region.params["diff"], *region.params["held"])
@@ -309,11 +315,7 @@ def made_from_batch(step: Graph, states: int) -> set[Var]:
         step: the step.
         states: how many of its inputs are leaves of the state; the others are the batch.
     """
-    found = set(step.invars[states:])
-    for eqn in step.eqns:
-        if any(is_var(atom) and atom in found for atom in eqn.invars):
-            found.update(eqn.outvars)
-    return found
+    return reached(step.eqns, step.invars[states:])
 
 
 def _prologue_eqns(step: Graph, region: Any) -> list[Any]:

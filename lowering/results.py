@@ -26,7 +26,17 @@ from jax.extend import core as jex
 
 from ratrain_jax import compat
 from ratrain_jax.errors import UnsupportedError
-from ratrain_jax.lowering.graph import Eqn, Graph, Var, as_function, cut, inline, is_var, needed
+from ratrain_jax.lowering.graph import (
+    Eqn,
+    Graph,
+    Var,
+    as_function,
+    cut,
+    inline,
+    is_var,
+    needed,
+    reached,
+)
 from ratrain_jax.lowering.keys import microbatch_key_p
 from ratrain_jax.lowering.opening import emit, rename
 
@@ -211,11 +221,8 @@ def _given_batch(step: Graph, region: Eqn, loss: Graph, states: int) -> set[Var]
 
 def _reached(eqns: Sequence[Eqn], found: set[Var]) -> set[Var]:
     """The variables that depend on those of `found`, or on a random key of each part."""
-    for eqn in eqns:
-        own = eqn.primitive is microbatch_key_p
-        if own or any(is_var(atom) and atom in found for atom in eqn.invars):
-            found.update(eqn.outvars)
-    return found
+    keys = (var for eqn in eqns if eqn.primitive is microbatch_key_p for var in eqn.outvars)
+    return reached(eqns, found.union(keys))
 
 
 def _divided(given: Sequence[Var], weight: Var, wanted: Sequence[Var]) -> list[Eqn]:

@@ -21,9 +21,8 @@ from jax.extend import core as jex
 
 from ratrain_jax import compat
 from ratrain_jax.lowering.graph import Atom, Graph, Var, inline, is_var, needed
-from ratrain_jax.lowering.held import one_region
 from ratrain_jax.lowering.labels import is_small
-from ratrain_jax.lowering.regions import parameters_of
+from ratrain_jax.lowering.regions import one_region, parameters_of
 from ratrain_jax.lowering.slicing import Sliced, Slicer, slice_type
 from ratrain_jax.lowering.stacked_scans import scans_of_layers
 from ratrain_jax.lowering.trace import Trace

@@ -8,9 +8,9 @@ import pytest
 import ratrain_jax as rt
 from ratrain_jax.errors import UnsupportedError
 from ratrain_jax.lowering.graph import inline
-from ratrain_jax.lowering.held import hold, one_region
+from ratrain_jax.lowering.held import hold
 from ratrain_jax.lowering.held_paths import aligned
-from ratrain_jax.lowering.regions import parameters_of
+from ratrain_jax.lowering.regions import one_region, parameters_of
 from ratrain_jax.options import Options
 from ratrain_jax.tracing import trace_step
 
