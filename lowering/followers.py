@@ -31,14 +31,12 @@ class AfterLoss:
         eqns: the equations, opened.
         new: the new value of each leaf that has one.
         read: the leaves that an equation reads, or that are handed out as they are in another one's place.
-        paths: the path of each leaf in the state, where that is known.
     """
 
     states: tuple[Var, ...]
     eqns: Sequence[Eqn]
     new: Mapping[int, Atom]
     read: frozenset[int]
-    paths: Sequence[Path]
 
     @classmethod
     def of(cls, trace: Trace, step: Graph, region: Eqn) -> AfterLoss:
@@ -50,7 +48,7 @@ class AfterLoss:
         taken = {atom for eqn in opened.eqns for atom in eqn.invars if is_var(atom)}
         taken |= {atom for leaf, atom in new.items() if is_var(atom) and atom is not states[leaf]}
         read = frozenset(leaf for leaf, var in enumerate(states) if var in taken)
-        return cls(states, opened.eqns, new, read, trace.paths)
+        return cls(states, opened.eqns, new, read)
 
     def is_fixed(self, leaf: int) -> bool:
         """Whether a leaf stays as it is."""
@@ -70,22 +68,14 @@ class AfterLoss:
                 if made := _behind(eqn, behind):
                     behind.update((var, made) for var in eqn.outvars)
             more = {
-                leaf: path
+                leaf: min(behind[atom])
                 for leaf, atom in self.new.items()
                 if leaf not in found and self.states[leaf] not in sources and is_var(atom)
-                if (path := self._leader(leaf, behind.get(atom, _NONE))) is not None
+                if len(behind.get(atom, _NONE)) == 1
             }
             if not more:
                 return found
             found |= more
-
-    def _leader(self, leaf: int, paths: frozenset[Path]) -> Path | None:
-        """The parameter that a leaf follows, of those behind its new value; for a scalar of several, that of its path."""
-        if len(paths) == 1:
-            return min(paths)
-        if not is_small(self.states[leaf]) or not self.paths:
-            return None
-        return next((path for path in paths if self.paths[leaf][-len(path) :] == path), None)
 
 
 def _behind(eqn: Eqn, behind: Mapping[Var, frozenset[Path]]) -> frozenset[Path]:
